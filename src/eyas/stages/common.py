@@ -1,0 +1,146 @@
+"""What every stage does around its room: parse paths, time the work, leave a run record.
+
+``reports/runs/<stage>.json`` says what a run was (commit, argv, versions, hardware, times, hashes).
+It stands beside the DVC outs and is never an input of a stage. ``reports/throughput.json`` gathers
+tokens and seconds of all stages from those records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eyas import console, fs
+from eyas.contracts import digest
+from eyas.errors import ConfigError
+
+RUNS = Path("reports/runs")
+THROUGHPUT = Path("reports/throughput.json")
+PACKAGES = ("eyas", "torch", "transformers", "tokenizers", "datasets", "safetensors", "dvc", "hydra-core")
+HASHED_TREE_BYTES = 2 << 30
+"""Larger folders are recorded by their manifest alone: a terabyte is not read again for a note."""
+
+
+@dataclass
+class StageRun:
+    """Counts and facts that a stage adds to its own record."""
+
+    num_tokens: int = 0
+    """Tokens worked on in this process; resumed work is not counted twice."""
+    work_s: float | None = None
+    """Seconds of the counted work alone; the stage's whole wall time when it says nothing."""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def paths(stage: str, names: Sequence[str], argv: Sequence[str]) -> list[Path]:
+    """The stage's paths from argv.
+
+    Raises:
+        ConfigError: Another number of paths was given.
+    """
+    if len(argv) != len(names):
+        usage = f"python -m eyas.stages.{stage} {' '.join(names)}"
+        raise ConfigError(f"{stage}: {len(argv)} paths, expected {len(names)}", usage)
+    return [Path(arg) for arg in argv]
+
+
+@contextlib.contextmanager
+def stage_run(stage: str, reads: Sequence[Path], writes: Sequence[Path]) -> Iterator[StageRun]:
+    """Time a stage and write its run record when it ends without an error."""
+    run, start_s, start_cpu_s = StageRun(), time.perf_counter(), _cpu_s()
+    yield run
+    wall_s, cpu_s = time.perf_counter() - start_s, _cpu_s() - start_cpu_s
+    work_s = wall_s if run.work_s is None else run.work_s
+    record = {
+        "stage": stage,
+        "argv": sys.argv[1:],
+        "git": git_state(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "machine": machine(),
+        "image": os.environ.get("EYAS_IMAGE", ""),
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - wall_s)),
+        "wall_s": round(wall_s, 3),
+        "cpu_s": round(cpu_s, 3),
+        "work_s": round(work_s, 3),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "num_tokens": run.num_tokens,
+        "reads": {str(path): content_hash(path) for path in reads},
+        "writes": {str(path): content_hash(path) for path in writes},
+        "facts": run.facts,
+    }
+    fs.write_record(RUNS / f"{stage}.json", record)
+    _gather_throughput()
+    rate = f", {run.num_tokens / max(work_s, 1e-9):,.0f} tok/s" if run.num_tokens else ""
+    console.log(f"{stage}: done in {console.human_seconds(wall_s)} ({cpu_s:,.0f} CPU-s{rate})")
+
+
+def _cpu_s() -> float:
+    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+
+def _gather_throughput() -> None:
+    gathered = {}
+    for path in sorted(RUNS.glob("*.json")):
+        record = fs.read_json(path)
+        if record["num_tokens"]:
+            gathered[record["stage"]] = {
+                "tokens": record["num_tokens"],
+                "seconds": record["work_s"],
+                "cpu_seconds": record["cpu_s"],
+                "tokens_per_second": round(record["num_tokens"] / max(record["work_s"], 1e-9), 1),
+                "tokens_per_cpu_second": round(record["num_tokens"] / max(record["cpu_s"], 1e-9), 1),
+            }
+    fs.write_record(THROUGHPUT, gathered)
+
+
+def content_hash(path: Path) -> str | None:
+    """SHA-256 of a file, or of a folder's (path, size, hash) list; None when large or missing."""
+    if path.is_file():
+        return fs.hash_file(path)
+    if not path.is_dir():
+        return None
+    num_bytes = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+    return digest(fs.tree_digests(path)) if num_bytes <= HASHED_TREE_BYTES else None
+
+
+def git_state() -> dict[str, Any]:
+    """Commit and dirty flag of the working tree; empty outside git."""
+    commit = _git("rev-parse", "HEAD")
+    return {"commit": commit, "dirty": bool(_git("status", "--porcelain", "--untracked-files=no"))} if commit else {}
+
+
+def _git(*args: str) -> str:
+    try:
+        done = subprocess.run(["git", *args], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def machine() -> dict[str, Any]:
+    """Processor name, cores and memory of this machine."""
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "memory_bytes": memory_bytes}
