@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from eyas.contracts import FileDigest, canonical_json, from_plain
+from eyas.canonical import canonical_json, from_plain
+from eyas.contracts import FileDigest
 from eyas.errors import DiskError, EyasError, StoreError
 
 Record = TypeVar("Record")

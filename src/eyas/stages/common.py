@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas import console, fs
-from eyas.contracts import digest
+from eyas.canonical import digest
 from eyas.errors import ConfigError
 
 RUNS = Path("reports/runs")

@@ -1,8 +1,4 @@
-"""Configuration: ``params.yaml`` as Hydra's primary config over the dataclass schemas below.
-
-``params.yaml`` is complete, committed, and the only thing DVC tracks. ``load`` composes it with the
-schema, so an unknown key, a wrong type and a value out of range are one-line errors that name the
-dotted key. ``conf/`` holds presets; ``eyas params`` composes them into a new ``params.yaml``.
+"""The schema of ``params.yaml``: a dataclass per section, a docstring per key, a range check each.
 
 Only what can change a result is a parameter. Ports, workers, cache folders and credentials are
 ``EYAS_*`` environment variables (``docs/map.md`` lists them).
@@ -11,19 +7,17 @@ Only what can change a result is a parameter. Ports, workers, cache folders and 
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from eyas.errors import ConfigError
 
-PARAMS_PATH = Path("params.yaml")
 MISSING = "???"
 
 
-def _require(ok: bool, key: str, value: object, expected: str) -> None:
+def require(ok: bool, key: str, value: object, expected: str) -> None:
+    """Raise ``ConfigError`` for a dotted key unless ``ok``."""
     if not ok:
         raise ConfigError(f"{key}: {value!r}, expected {expected}")
 
@@ -59,15 +53,15 @@ class TargetConfig:
 
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""
-        _require(self.source in ("wheel", "directory", "hub"), "target.source", self.source, "wheel, directory or hub")
-        _require(
+        require(self.source in ("wheel", "directory", "hub"), "target.source", self.source, "wheel, directory or hub")
+        require(
             self.dtype in ("bfloat16", "float32", "float16"), "target.dtype", self.dtype, "bfloat16, float16 or float32"
         )
         if self.source == "wheel":
-            _require(
+            require(
                 bool(re.fullmatch(r"[\w.-]+==[\w.]+", self.location)), "target.location", self.location, "NAME==VERSION"
             )
-            _require(
+            require(
                 bool(re.fullmatch(r"[0-9a-f]{64}", self.revision)),
                 "target.revision",
                 self.revision,
@@ -115,9 +109,9 @@ class DataConfig:
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""
         kinds = ("bundled", "jsonl", "parquet", "hub")
-        _require(self.format in kinds, "data.format", self.format, ", ".join(kinds))
-        _require(0 < self.held_out_share < 1, "data.held_out_share", self.held_out_share, "between 0 and 1")
-        _require(self.max_conversations >= 0, "data.max_conversations", self.max_conversations, "0 or more")
+        require(self.format in kinds, "data.format", self.format, ", ".join(kinds))
+        require(0 < self.held_out_share < 1, "data.held_out_share", self.held_out_share, "between 0 and 1")
+        require(self.max_conversations >= 0, "data.max_conversations", self.max_conversations, "0 or more")
 
 
 @dataclass
@@ -141,12 +135,12 @@ class RespondConfig:
 
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""
-        _require(self.engine in ("hf", "fake"), "respond.engine", self.engine, "hf or fake")
-        _require(self.max_new_tokens >= 1, "respond.max_new_tokens", self.max_new_tokens, "1 or more")
-        _require(self.num_samples >= 0, "respond.num_samples", self.num_samples, "0 or more")
-        _require(self.temperature > 0, "respond.temperature", self.temperature, "more than 0")
-        _require(0 < self.top_p <= 1, "respond.top_p", self.top_p, "more than 0, at most 1")
-        _require(self.batch_size >= 1, "respond.batch_size", self.batch_size, "1 or more")
+        require(self.engine in ("hf", "fake"), "respond.engine", self.engine, "hf or fake")
+        require(self.max_new_tokens >= 1, "respond.max_new_tokens", self.max_new_tokens, "1 or more")
+        require(self.num_samples >= 0, "respond.num_samples", self.num_samples, "0 or more")
+        require(self.temperature > 0, "respond.temperature", self.temperature, "more than 0")
+        require(0 < self.top_p <= 1, "respond.top_p", self.top_p, "more than 0, at most 1")
+        require(self.batch_size >= 1, "respond.batch_size", self.batch_size, "1 or more")
 
 
 @dataclass
@@ -160,8 +154,8 @@ class TokenizeConfig:
 
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""
-        _require(self.max_tokens >= 8, "tokenize.max_tokens", self.max_tokens, "8 or more")
-        _require(self.draft_vocab_size >= 2, "tokenize.draft_vocab_size", self.draft_vocab_size, "2 or more")
+        require(self.max_tokens >= 8, "tokenize.max_tokens", self.max_tokens, "8 or more")
+        require(self.draft_vocab_size >= 2, "tokenize.draft_vocab_size", self.draft_vocab_size, "2 or more")
 
 
 @dataclass
@@ -189,14 +183,14 @@ class ExtractConfig:
 
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""
-        _require(self.engine in ("hf", "fake"), "extract.engine", self.engine, "hf or fake")
-        _require(self.codec == "raw", "extract.codec", self.codec, "raw")
-        _require(all(b >= 0 for b in self.boundaries), "extract.boundaries", list(self.boundaries), "numbers from 0")
+        require(self.engine in ("hf", "fake"), "extract.engine", self.engine, "hf or fake")
+        require(self.codec == "raw", "extract.codec", self.codec, "raw")
+        require(all(b >= 0 for b in self.boundaries), "extract.boundaries", list(self.boundaries), "numbers from 0")
         distinct = sorted(set(self.boundaries)) == list(self.boundaries)
-        _require(distinct, "extract.boundaries", list(self.boundaries), "rising numbers without repeats")
-        _require(self.shard_bytes >= 1024, "extract.shard_bytes", self.shard_bytes, "1024 or more")
-        _require(self.batch_tokens >= 1, "extract.batch_tokens", self.batch_tokens, "1 or more")
-        _require(self.max_failed_samples >= 0, "extract.max_failed_samples", self.max_failed_samples, "0 or more")
+        require(distinct, "extract.boundaries", list(self.boundaries), "rising numbers without repeats")
+        require(self.shard_bytes >= 1024, "extract.shard_bytes", self.shard_bytes, "1024 or more")
+        require(self.batch_tokens >= 1, "extract.batch_tokens", self.batch_tokens, "1 or more")
+        require(self.max_failed_samples >= 0, "extract.max_failed_samples", self.max_failed_samples, "0 or more")
 
 
 @dataclass
@@ -217,7 +211,7 @@ class DrafterConfig:
         """Raise ``ConfigError`` on a value out of range."""
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
-            _require(value >= 0, f"drafter.{spec.name}", value, "0 or more")
+            require(value >= 0, f"drafter.{spec.name}", value, "0 or more")
 
 
 @dataclass
@@ -257,24 +251,24 @@ class TrainConfig:
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""
         for key in ("num_steps", "ttt_steps", "batch_tokens", "checkpoint_every", "log_every"):
-            _require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "1 or more")
-        _require(self.lr > 0, "train.lr", self.lr, "more than 0")
-        _require(0 < self.step_decay <= 1, "train.step_decay", self.step_decay, "more than 0, at most 1")
+            require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "1 or more")
+        require(self.lr > 0, "train.lr", self.lr, "more than 0")
+        require(0 < self.step_decay <= 1, "train.step_decay", self.step_decay, "more than 0, at most 1")
         shares = list(self.curriculum)
         rising = sorted(shares) == shares and all(0 < s < 1 for s in shares)
-        _require(rising, "train.curriculum", shares, "rising shares between 0 and 1")
-        _require(
+        require(rising, "train.curriculum", shares, "rising shares between 0 and 1")
+        require(
             len(shares) < self.ttt_steps, "train.curriculum", shares, f"fewer than ttt_steps={self.ttt_steps} entries"
         )
-        _require(
+        require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
             "train.betas",
             list(self.betas),
             "two shares below 1",
         )
-        _require(self.max_grad_norm > 0, "train.max_grad_norm", self.max_grad_norm, "more than 0")
-        _require(0 <= self.min_lr_share <= 1, "train.min_lr_share", self.min_lr_share, "a share")
-        _require(self.dtype in ("bfloat16", "float32"), "train.dtype", self.dtype, "bfloat16 or float32")
+        require(self.max_grad_norm > 0, "train.max_grad_norm", self.max_grad_norm, "more than 0")
+        require(0 <= self.min_lr_share <= 1, "train.min_lr_share", self.min_lr_share, "a share")
+        require(self.dtype in ("bfloat16", "float32"), "train.dtype", self.dtype, "bfloat16 or float32")
 
 
 @dataclass
@@ -296,12 +290,12 @@ class EvaluateConfig:
 
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""
-        _require(1 <= self.chain_length <= 16, "evaluate.chain_length", self.chain_length, "1 to 16")
-        _require(self.decode_prompts >= 0, "evaluate.decode_prompts", self.decode_prompts, "0 or more")
-        _require(self.max_new_tokens >= 1, "evaluate.max_new_tokens", self.max_new_tokens, "1 or more")
-        _require(self.dtype in ("bfloat16", "float32"), "evaluate.dtype", self.dtype, "bfloat16 or float32")
-        _require(self.batch_size >= 1, "evaluate.batch_size", self.batch_size, "1 or more")
-        _require(self.num_bootstrap >= 1, "evaluate.num_bootstrap", self.num_bootstrap, "1 or more")
+        require(1 <= self.chain_length <= 16, "evaluate.chain_length", self.chain_length, "1 to 16")
+        require(self.decode_prompts >= 0, "evaluate.decode_prompts", self.decode_prompts, "0 or more")
+        require(self.max_new_tokens >= 1, "evaluate.max_new_tokens", self.max_new_tokens, "1 or more")
+        require(self.dtype in ("bfloat16", "float32"), "evaluate.dtype", self.dtype, "bfloat16 or float32")
+        require(self.batch_size >= 1, "evaluate.batch_size", self.batch_size, "1 or more")
+        require(self.num_bootstrap >= 1, "evaluate.num_bootstrap", self.num_bootstrap, "1 or more")
 
 
 @dataclass
@@ -317,10 +311,10 @@ class ExportConfig:
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""
         known = all(server in ("sglang", "vllm") for server in self.servers) and bool(self.servers)
-        _require(known, "export.servers", list(self.servers), "one or more of sglang, vllm")
-        _require(self.dtype in ("bfloat16", "float32"), "export.dtype", self.dtype, "bfloat16 or float32")
+        require(known, "export.servers", list(self.servers), "one or more of sglang, vllm")
+        require(self.dtype in ("bfloat16", "float32"), "export.dtype", self.dtype, "bfloat16 or float32")
         local = self.target_name.startswith(("/", ".", "~"))
-        _require(not local, "export.target_name", self.target_name, "a name, not a local path")
+        require(not local, "export.target_name", self.target_name, "a name, not a local path")
 
 
 @dataclass
@@ -341,107 +335,3 @@ class Params:
         """Raise ``ConfigError`` on the first value out of range, section by section."""
         for spec in dataclasses.fields(self):
             getattr(self, spec.name).check()
-
-
-SECTIONS = tuple(spec.name for spec in dataclasses.fields(Params))
-
-
-def load(path: Path = PARAMS_PATH) -> Params:
-    """Compose a params file with the schema and check every value.
-
-    Raises:
-        ConfigError: The file is missing or damaged; a key is unknown or missing; a value has the
-            wrong type or is out of range.
-    """
-    if not path.is_file():
-        raise ConfigError(f"{path} is missing", "run `make params` or `git checkout params.yaml`")
-    return _to_params(_compose(path.parent.resolve(), path.stem, []))
-
-
-def compose_presets(conf: Path, choices: dict[str, str]) -> Params:
-    """Compose presets (group -> name) below ``conf/`` into checked parameters.
-
-    Raises:
-        ConfigError: A group or preset does not exist, or the composition breaks a rule.
-    """
-    for group, name in choices.items():
-        known = sorted(p.stem for p in (conf / group).glob("*.yaml"))
-        _require(name in known, group.upper(), name, f"one of {', '.join(known)}")
-    return _to_params(_compose(conf.resolve(), "presets", [f"{g}={n}" for g, n in choices.items()]))
-
-
-def _compose(folder: Path, name: str, overrides: list[str]) -> Any:
-    # Imported here so that `eyas --help` and the frozen public surface need no Hydra.
-    import yaml
-    from hydra import compose, initialize_config_dir
-    from hydra.core.config_store import ConfigStore
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    ConfigStore.instance().store(name="schema", node=Params)
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(version_base="1.3", config_dir=os.fspath(folder)):
-            return compose(config_name=name, overrides=overrides)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_one_line(error), f"see the comments in {name}.yaml and `eyas params --help`") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"{name}.yaml is no YAML: {' '.join(str(error).split())}", "mend the line it names"
-        ) from error
-
-
-def _to_params(composed: Any) -> Params:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        missing = sorted(OmegaConf.missing_keys(composed))
-        if missing:
-            raise ConfigError(
-                f"{missing[0]}: no value", "set it in params.yaml, or compose a preset with `make params`"
-            )
-        params = OmegaConf.to_object(composed)
-    except OmegaConfBaseException as error:
-        raise ConfigError(_one_line(error), "see the comments in params.yaml") from error
-    assert isinstance(params, Params)
-    params.check()
-    return params
-
-
-def _one_line(error: BaseException) -> str:
-    """Innermost cause of a Hydra or OmegaConf error, with its dotted key, in one line."""
-    causes: list[BaseException] = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
-        causes.append(cause)
-    deepest = causes[-1]
-    key = getattr(deepest, "full_key", None)
-    text = str(deepest).split("\n")[0]
-    return f"{key}: {text}" if key and not text.startswith(str(key)) else text
-
-
-def to_yaml(params: Params) -> str:
-    """Complete params text, in section order, as ``eyas params`` writes it."""
-    from omegaconf import OmegaConf
-
-    body = OmegaConf.to_yaml(OmegaConf.structured(params))
-    return (
-        "# Complete parameters of this pipeline, tracked by DVC. Edit values here, or compose presets:\n"
-        "#   make params TARGET=... DATA=... MACHINE=... DRAFTER=...\n"
-        "# Every key is described in src/eyas/config.py.\n"
-        "defaults:\n- schema\n- _self_\n\n" + body
-    )
-
-
-def resolve_boundaries(extract: ExtractConfig, num_layers: int) -> tuple[int, ...]:
-    """The aux boundaries of a target with ``num_layers`` layers.
-
-    Raises:
-        ConfigError: A boundary does not exist on this target.
-    """
-    default = sorted({min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)})
-    boundaries = tuple(extract.boundaries) or tuple(default)
-    beyond = [b for b in boundaries if b > num_layers]
-    _require(not beyond, "extract.boundaries", beyond, f"at most {num_layers}: the target has {num_layers} layers")
-    return boundaries

@@ -1,0 +1,36 @@
+"""Parameters of the pipeline: schema, loading, presets."""
+
+from eyas.config.load import PARAMS_PATH, SECTIONS, compose_presets, load, resolve_boundaries, to_yaml
+from eyas.config.schema import (
+    DataConfig,
+    DrafterConfig,
+    EvaluateConfig,
+    ExportConfig,
+    ExtractConfig,
+    Params,
+    PromptSetConfig,
+    RespondConfig,
+    TargetConfig,
+    TokenizeConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "PARAMS_PATH",
+    "SECTIONS",
+    "DataConfig",
+    "DrafterConfig",
+    "EvaluateConfig",
+    "ExportConfig",
+    "ExtractConfig",
+    "Params",
+    "PromptSetConfig",
+    "RespondConfig",
+    "TargetConfig",
+    "TokenizeConfig",
+    "TrainConfig",
+    "compose_presets",
+    "load",
+    "resolve_boundaries",
+    "to_yaml",
+]
