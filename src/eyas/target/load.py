@@ -55,7 +55,7 @@ def load_model(folder: Path, dtype: str, device: str = "cpu", trust_remote_code:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=trust_remote_code
     )
     return model.eval().requires_grad_(False).to(device)
@@ -98,7 +98,7 @@ class TensorFiles:
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, Path] = {}
-        index = folder / INDEX
+        index, named = folder / INDEX, {}
         if index.is_file():
             try:
                 named = json.loads(index.read_text())["weight_map"]
@@ -115,7 +115,7 @@ class TensorFiles:
         for path in paths:
             with _open(path) as handle:
                 self._files.update(dict.fromkeys(handle.keys(), path))
-        if index.is_file() and (lost := sorted(set(named) - set(self._files))):
+        if lost := sorted(set(named) - set(self._files)):
             raise TargetError(f"{len(lost)} tensors of {INDEX} are in no file, the first is {lost[0]}")
 
     def has(self, end: End) -> bool:
@@ -132,7 +132,7 @@ class TensorFiles:
         """Stored dtype of one of the ends in torch's spelling, without reading it."""
         name = self._name(end)
         with _open(self._files[name]) as handle:
-            stored = handle.get_slice(name).get_dtype()
+            stored = str(handle.get_slice(name).get_dtype())
         return {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}.get(stored, stored.lower())
 
     def _name(self, end: End) -> str:
