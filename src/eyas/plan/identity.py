@@ -8,8 +8,10 @@ from eyas.config import ExtractConfig, resolve_boundaries
 from eyas.contracts import CaptureIdentity, TargetIdentity
 from eyas.errors import PlanError
 
-ENGINE_PACKAGES = {"hf": ("transformers", "torch"), "fake": ("eyas",)}
+ENGINE_PACKAGES = {"hf": ("transformers", "torch")}
 """Packages whose version is part of an engine's; looked up without importing them."""
+OWN_VERSIONS = {"fake": "1"}
+"""Engines whose numerics are all ours."""
 
 
 def capture_identity(
@@ -56,8 +58,11 @@ def engine_version(engine: str) -> str:
     Raises:
         PlanError: The engine is unknown, or one of its packages is not installed.
     """
+    if engine in OWN_VERSIONS:
+        return OWN_VERSIONS[engine]
     if engine not in ENGINE_PACKAGES:
-        raise PlanError(f"extract.engine: {engine!r}, expected one of {', '.join(ENGINE_PACKAGES)}")
+        known = ", ".join((*ENGINE_PACKAGES, *OWN_VERSIONS))
+        raise PlanError(f"extract.engine: {engine!r}, expected one of {known}")
     versions = []
     for package in ENGINE_PACKAGES[engine]:
         try:
