@@ -1,8 +1,8 @@
 """Does a capture fit the disk? Pure arithmetic over a plan, before any engine starts.
 
 Every byte counts as it will lie on the volume: hidden states before the codec, ids and masks, and an
-allowance for headers. A DVC cache that copies (or links symbolically, which moves and re-creates) needs
-the disk twice while it commits.
+allowance for headers. With DVC's cache types ``copy`` and ``symlink`` the disk is needed twice while
+the shards are committed.
 """
 
 from __future__ import annotations

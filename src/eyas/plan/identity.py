@@ -8,10 +8,9 @@ from eyas.config import ExtractConfig, resolve_boundaries
 from eyas.contracts import CaptureIdentity, TargetIdentity
 from eyas.errors import PlanError
 
-ENGINE_PACKAGES = {"hf": ("transformers", "torch")}
-"""Packages whose version is part of an engine's; looked up without importing them."""
-OWN_VERSIONS = {"fake": "1"}
-"""Engines whose numerics are all ours."""
+ENGINE_PACKAGES = {"hf": ("transformers", "torch"), "fake": ()}
+"""Packages whose version is an engine's; looked up without importing them. ``fake`` is ours alone."""
+OWN_VERSION = "1"
 
 
 def capture_identity(
@@ -58,15 +57,12 @@ def engine_version(engine: str) -> str:
     Raises:
         PlanError: The engine is unknown, or one of its packages is not installed.
     """
-    if engine in OWN_VERSIONS:
-        return OWN_VERSIONS[engine]
     if engine not in ENGINE_PACKAGES:
-        known = ", ".join((*ENGINE_PACKAGES, *OWN_VERSIONS))
-        raise PlanError(f"extract.engine: {engine!r}, expected one of {known}")
+        raise PlanError(f"extract.engine: {engine!r}, expected one of {', '.join(ENGINE_PACKAGES)}")
     versions = []
     for package in ENGINE_PACKAGES[engine]:
         try:
             versions.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             raise PlanError(f"engine {engine}: package {package} is not installed", "run `make setup`") from None
-    return ", ".join(versions)
+    return ", ".join(versions) or OWN_VERSION
