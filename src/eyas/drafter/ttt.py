@@ -60,4 +60,3 @@ def draft_tokens(drafter: Drafter, pack: Pack) -> torch.Tensor:
     for k, normed_RE in enumerate(unroll(drafter, pack)):
         ids_RS[: len(normed_RE), k] = drafter.target_ids(drafter.logits(normed_RE).argmax(-1))
     return ids_RS
-
