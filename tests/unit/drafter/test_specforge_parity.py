@@ -91,7 +91,13 @@ def test_loss_and_gradients_equal_the_peer(case):
     shares = [count / num_positions for count in pack.num_trained]
     weights = [decay**k * share for k, share in enumerate(shares)]
     total, kl_S = loss._HeadLoss.apply(
-        loss.plan_chunks(pack, steps, 64), pack.last_TD, head_VD[target_ids], weights, None, drafter.lm_head.weight, *hidden
+        loss.plan_chunks(pack, steps, 64),
+        pack.last_TD,
+        head_VD[target_ids],
+        weights,
+        None,
+        drafter.lm_head.weight,
+        *hidden,
     )
     total.backward()
 
