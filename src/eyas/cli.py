@@ -1,0 +1,1 @@
+"""The command `eyas`: everything that is not a stage."""
