@@ -19,7 +19,8 @@ ARGS ?=
 VENV := .venv
 READY := $(VENV)/.ready-$(TORCH)
 READY_DEV := $(VENV)/.ready-dev
-PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check
+PIP_LOCKED := $(PIP) --require-hashes --no-deps --use-pep517 --no-build-isolation
 UV_COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-header --no-annotate --no-emit-index-url --no-emit-package torch
 PIPELINE := fetch ingest respond tokenize plan extract train evaluate export report
@@ -91,7 +92,8 @@ clean: ## Remove .venv and caches of tools; never data, models or reports
 	rm -rf $(VENV) build .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch comes with its own needs only where its build has some (CUDA libraries): all others are in the lock.
+# setuptools comes first: it builds the one package that has no wheel. torch brings its own needs only where its
+# build has some (CUDA libraries): all others are in the lock.
 $(READY): requirements/cpu.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $$($(PYTHON) --version), expected 3.11 or newer"; \
 	  echo; echo "hint: make setup PYTHON=python3.11"; exit 2; } >&2
@@ -99,11 +101,12 @@ $(READY): requirements/cpu.lock pyproject.toml
 	  echo; echo "hint: apt-get install python3-venv"; exit 2; } >&2
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@echo "setup: packages (minutes on the first run)" >&2
-	@$(PIP) --require-hashes --no-deps -r requirements/cpu.lock
+	@$(PIP_LOCKED) -r <(awk '/^[a-z]/{on=/^setuptools==/} on' requirements/cpu.lock)
+	@$(PIP_LOCKED) -r requirements/cpu.lock
 	@$(PIP) $(TORCH_PIP_ARGS) '$(TORCH)'
 	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch '$@'
 
 $(READY_DEV): $(READY) requirements/dev.lock
-	@$(PIP) --require-hashes --no-deps -r requirements/dev.lock
+	@$(PIP_LOCKED) -r requirements/dev.lock
 	@touch '$@'

@@ -19,7 +19,9 @@ MISSING = "???"
 def require(ok: bool, key: str, value: object, expected: str) -> None:
     """Raise ``ConfigError`` for a dotted key unless ``ok``."""
     if not ok:
-        raise ConfigError(f"{key}: {value!r}, expected {expected}")
+        raise ConfigError(
+            f"{key}: {value!r}, expected {expected}", "edit params.yaml, or compose presets: `make params`"
+        )
 
 
 @dataclass
