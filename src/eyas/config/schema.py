@@ -13,7 +13,7 @@ from typing import Any
 
 from eyas.errors import ConfigError
 
-MISSING = "???"
+MISSING: Any = "???"
 
 
 def require(ok: bool, key: str, value: object, expected: str) -> None:
@@ -28,9 +28,9 @@ def require(ok: bool, key: str, value: object, expected: str) -> None:
 class ExpectedShape:
     """Facts of a target that presets state, so that plans and budgets work before a download."""
 
-    num_layers: int = MISSING  # type: ignore[assignment]
-    hidden_size: int = MISSING  # type: ignore[assignment]
-    vocab_size: int = MISSING  # type: ignore[assignment]
+    num_layers: int = MISSING
+    hidden_size: int = MISSING
+    vocab_size: int = MISSING
 
 
 @dataclass
@@ -76,7 +76,7 @@ class PromptSetConfig:
     """A bundled or local set of evaluation prompts; always held out."""
 
     name: str = MISSING
-    num_prompts: int = MISSING  # type: ignore[assignment]
+    num_prompts: int = MISSING
     """Evenly spaced over the set; 0 takes all."""
 
 
