@@ -1,0 +1,259 @@
+"""The spool: where shards wait until the set is whole, and the journal that a rerun resumes from.
+
+``.eyas/spool/<identity>/`` is no output of DVC, so nothing wipes it. A journal line means: this shard
+was written, hashed, fsynced and renamed before the line was. What a rerun finds otherwise follows the
+rules in ``docs/formats/shards.md``. Publishing is two renames, states first, manifest last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from eyas import fs
+from eyas.canonical import canonical_json, from_plain, to_plain
+from eyas.contracts import CaptureIdentity, CapturePlan, PlannedShard, ShardManifest
+from eyas.errors import DiskError, StoreError
+from eyas.shards.format import checksum
+from eyas.shards.reader import check_identity, read_header
+from eyas.shards.verify import Finding, verify_file
+from eyas.shards.writer import FinishedShard
+
+SPOOL = Path("spool")
+
+
+class Spool:
+    """The unpublished shards of one capture.
+
+    Args:
+        home: The working folder, ``.eyas``.
+        capture: Names the spool.
+    """
+
+    def __init__(self, home: Path, capture: CaptureIdentity) -> None:
+        self.capture, self.identity = capture, capture.digest
+        self.folder = Path(home) / SPOOL / self.identity
+        self.states = self.folder / "states"
+        self._journal = self.folder / "journal.jsonl"
+        self._manifest = self.folder / "manifest.json"
+
+    def prepare(self) -> None:
+        """Make the folders, and cut a torn line off the journal.
+
+        Raises:
+            DiskError: The volume is full.
+        """
+        with fs.disk_errors(self.folder):
+            self.states.mkdir(parents=True, exist_ok=True)
+        identity_path = self.folder / "identity.json"
+        if not identity_path.exists():
+            fs.write_record(identity_path, self.capture)
+        if self._journal.exists():
+            lines = self._journal.read_bytes()
+            whole = lines.rfind(b"\n") + 1
+            if whole != len(lines):
+                os.truncate(self._journal, whole)
+
+    def journal(self) -> dict[str, FinishedShard]:
+        """Finished shards by path, as far as the journal's lines are whole."""
+        if not self._journal.exists():
+            return {}
+        lines = (_parse_line(line) for line in self._journal.read_bytes().split(b"\n"))
+        return {shard.path: shard for shard in lines if shard is not None}
+
+    def append(self, shard: FinishedShard) -> None:
+        """Record a finished shard durably.
+
+        Raises:
+            DiskError: The volume is full; the shard counts as not written.
+        """
+        with fs.disk_errors(self._journal), self._journal.open("ab") as handle:
+            is_new = handle.tell() == 0
+            handle.write(_line(shard))
+            handle.flush()
+            os.fsync(handle.fileno())
+        if is_new:
+            fs.fsync_dir(self.folder)
+
+    def resume(self, plan: CapturePlan) -> tuple[dict[str, FinishedShard], list[Finding]]:
+        """What of the plan is done and can be trusted, and what was found wrong with the rest.
+
+        Raises:
+            StoreError: The spool holds a file of another capture, or one that the plan does not name.
+        """
+        planned = {shard.path: shard for shard in plan.shards}
+        journal = self.journal()
+        done: dict[str, FinishedShard] = {}
+        findings: list[Finding] = []
+        for path in sorted(self._files()):
+            if path.endswith(fs.PART_SUFFIX):
+                (self.states / path).unlink()
+            elif path not in planned:
+                raise StoreError(
+                    f"{self.states / path} is not in the plan of {len(planned)} shards: it would be published with them",
+                    f"look at it, then move it away: mv {self.states / path} /tmp",
+                )
+        for path, shard in planned.items():
+            finished = journal.get(path)
+            problems = self._problems(shard, finished)
+            if finished is not None and not problems:
+                done[path] = finished
+            findings += problems
+        return done, findings
+
+    def _files(self) -> Iterator[str]:
+        for folder, _, names in os.walk(self.states):
+            for name in names:
+                yield (Path(folder) / name).relative_to(self.states).as_posix()
+
+    def _problems(self, planned: PlannedShard, finished: FinishedShard | None) -> list[Finding]:
+        path = self.states / planned.path
+        if path.exists():
+            self._refuse_foreign(path, planned.path)
+        if finished is None:
+            return [_of_shard(planned.path, "not in the journal")] if path.exists() else []
+        failed = {sample.sample_id for sample in finished.failed}
+        expected = [(s.sample_id, s.num_tokens) for s in planned.samples if s.sample_id not in failed]
+        if finished.entry is None:
+            return [_of_shard(planned.path, "the journal lists no file for it")] if expected or path.exists() else []
+        problems = verify_file(path, finished.entry, self.identity)
+        if problems:
+            return problems
+        header, _ = read_header(path, planned.path)
+        if [(s.sample_id, s.num_tokens) for s in header.samples] != expected:
+            return [_of_shard(planned.path, "holds other samples than the plan")]
+        return []
+
+    def _refuse_foreign(self, path: Path, name: str) -> None:
+        """Refuse a whole shard of another capture; a damaged one is simply written again."""
+        try:
+            header, _ = read_header(path, name)
+        except StoreError:
+            return
+        if header.facts.identity != self.identity:
+            check_identity(header, self.identity, str(path))
+
+    def publish(self, manifest: ShardManifest, out: Path, manifest_path: Path) -> None:
+        """Move the states into place, then the manifest; remove the spool.
+
+        Raises:
+            DiskError: The volume is full; the states are still in the spool.
+            StoreError: ``out`` holds something, or lies on another volume.
+        """
+        fs.write_record(self._manifest, manifest)
+        with fs.disk_errors(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            manifest_path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in sorted((p for p in self.states.rglob("*") if p.is_dir()), reverse=True):
+            if not any(folder.iterdir()):
+                folder.rmdir()
+        try:
+            self.states.rename(out)
+        except OSError as error:
+            raise StoreError(
+                f"cannot move {self.states} to {out}: {error.strerror}",
+                f"{out} must be absent or empty, on the same volume as {self.folder.parent}",
+            ) from error
+        fs.fsync_dir(out.parent)
+        fs.fsync_dir(self.folder)
+        self._manifest.replace(manifest_path)
+        fs.fsync_dir(manifest_path.parent)
+        shutil.rmtree(self.folder)
+
+    def take_back(self, plan: CapturePlan, out: Path, manifest_path: Path) -> bool:
+        """Bring states that lie in ``out`` back into the spool, so that a rerun verifies and publishes them.
+
+        That is the way on after a crash between the two renames, and after a run by hand over a finished
+        set of the same identity.
+
+        Returns:
+            Whether there were any.
+
+        Raises:
+            StoreError: They belong to another capture, or the spool holds states as well.
+        """
+        manifest = fs.read_record(ShardManifest, manifest_path) if manifest_path.exists() else None
+        if manifest is not None and manifest.identity != self.identity:
+            raise StoreError(
+                f"{manifest_path} is of another capture: identity {manifest.identity}, expected {self.identity}",
+                f"keep it (`dvc commit`, `git commit`) or move it and {out} away, then run `make extract`",
+            )
+        if not out.is_dir() or not any(out.iterdir()):
+            return False
+        for path in sorted(p for p in out.rglob("*") if p.is_file()):
+            self._refuse_foreign(path, path.relative_to(out).as_posix())
+        if self.states.exists() and any(self._files()):
+            raise StoreError(
+                f"both {out} and {self.states} hold states of {self.identity}",
+                "move one of them away; the other is completed",
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if manifest is not None and not self._journal.exists():
+            lines = [_line(shard) for shard in _finished_shards(plan, manifest)]
+            fs.write_bytes(self._journal, b"".join(lines))
+        manifest_path.unlink(missing_ok=True)
+        fs.fsync_dir(manifest_path.parent)
+        shutil.rmtree(self.states, ignore_errors=True)
+        out.rename(self.states)
+        fs.fsync_dir(self.folder)
+        return True
+
+
+def _finished_shards(plan: CapturePlan, manifest: ShardManifest) -> Iterator[FinishedShard]:
+    """The journal that a manifest came from."""
+    entries = {entry.path: entry for entry in manifest.shards}
+    failures = {sample.sample_id: sample for sample in manifest.failed}
+    for planned in plan.shards:
+        failed = tuple(failures[s.sample_id] for s in planned.samples if s.sample_id in failures)
+        if planned.path in entries or failed:
+            yield FinishedShard(path=planned.path, entry=entries.get(planned.path), failed=failed)
+
+
+def check_one_volume(home: Path, out: Path) -> None:
+    """Check before the work that the finished states can be renamed into place.
+
+    Raises:
+        DiskError: Spool and output lie on different volumes.
+    """
+    with fs.disk_errors(home):
+        home.mkdir(parents=True, exist_ok=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+    if home.stat().st_dev != out.parent.stat().st_dev:
+        raise DiskError(
+            f"{home.resolve()} and {out.parent.resolve()} lie on different volumes: shards could not be renamed",
+            "keep the repository, its data folder and .eyas under one mount",
+        )
+
+
+def leftovers(home: Path, identity: str) -> list[tuple[str, int]]:
+    """Spools of other captures: (identity, bytes), by name."""
+    root = Path(home) / SPOOL
+    others = sorted(p for p in root.iterdir() if p.name != identity) if root.is_dir() else []
+    return [(other.name, _tree_bytes([other])) for other in others]
+
+
+def _tree_bytes(roots: Iterable[Path]) -> int:
+    return sum(p.stat().st_size for root in roots for p in (root, *root.rglob("*")) if p.is_file())
+
+
+def _line(shard: FinishedShard) -> bytes:
+    body = to_plain(shard)
+    return (canonical_json({"shard": body, "xxh3": checksum(canonical_json(body).encode())}) + "\n").encode()
+
+
+def _parse_line(line: bytes) -> FinishedShard | None:
+    """A journal line; None when it is torn or damaged."""
+    try:
+        value = json.loads(line)
+        if checksum(canonical_json(value["shard"]).encode()) != value["xxh3"]:
+            return None
+        return from_plain(FinishedShard, value["shard"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _of_shard(path: str, problem: str) -> Finding:
+    return Finding(shard=path, sample_id="", problem=f"{path}: {problem}")

@@ -1,0 +1,272 @@
+"""The token dataset: ``data/tokens/``, ids and loss masks of every sample.
+
+::
+
+    data/tokens/tokens.parquet   one row a sample, exact lengths in their own column
+    data/tokens/rejects.jsonl    one line a conversation that gave no sample, with its reason
+    data/tokens/index.json       counts and content hash, written last
+
+Rows keep the order in which they are written; the tokenize stage writes them in the order of the
+conversation table (split, source, conversation id, variant). The content hash does not depend on that
+order nor on the parquet library: it is taken over the sorted digests of the rows' values.
+
+Letters: T tokens of one sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eyas import fs
+from eyas.canonical import canonical_json
+from eyas.contracts import SCHEMA_VERSION, TokenSample
+from eyas.errors import DataError
+
+TOKENS_NAME = "tokens.parquet"
+REJECTS_NAME = "rejects.jsonl"
+INDEX_NAME = "index.json"
+ROW_GROUP_SAMPLES = 1024
+REMAKE = "make it again: `dvc repro tokenize`"
+SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("conversation_id", pa.string()),
+        ("source", pa.string()),
+        ("split", pa.string()),
+        ("variant", pa.string()),
+        ("num_tokens", pa.int32()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.uint8())),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reject:
+    """A conversation that gave no sample."""
+
+    conversation_id: str
+    source: str
+    variant: str
+    reason: str
+    """Short key, counted in the report."""
+    detail: str
+    """What exactly was wrong with this one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenIndex:
+    """``index.json`` of the dataset."""
+
+    num_samples: int
+    num_tokens: int
+    tokens_sha256: str
+    schema_version: int = SCHEMA_VERSION
+
+
+def sample_id_of(input_ids_T: np.ndarray, loss_mask_T: np.ndarray) -> str:
+    """First 16 hex digits of the SHA-256 over (ids as int32 LE, loss mask as uint8)."""
+    content = hashlib.sha256(np.ascontiguousarray(input_ids_T, dtype="<i4").tobytes())
+    content.update(np.ascontiguousarray(loss_mask_T, dtype=np.uint8).tobytes())
+    return content.hexdigest()[:16]
+
+
+def make_sample(
+    input_ids: Sequence[int], loss_mask: Sequence[int], *, conversation_id: str, source: str, split: str, variant: str
+) -> TokenSample:
+    """A sample under its content's id."""
+    return TokenSample(
+        sample_id=sample_id_of(np.asarray(input_ids), np.asarray(loss_mask)),
+        conversation_id=conversation_id,
+        source=source,
+        split=cast("Any", split),
+        variant=variant,
+        input_ids=tuple(input_ids),
+        loss_mask=tuple(loss_mask),
+    )
+
+
+def write_tokens(folder: Path, samples: Iterable[TokenSample], rejects: Sequence[Reject] = ()) -> str:
+    """Write the dataset as one atomic folder, streaming.
+
+    Args:
+        folder: Replaced as a whole when all samples are written.
+        samples: Consumed once, in order, at most one row group in memory.
+        rejects: Read only after ``samples`` is exhausted, so a generator may fill it on the way.
+
+    Returns:
+        ``tokens_sha256``.
+
+    Raises:
+        DataError: No sample, two samples of one id, or a sample whose id is not its content's.
+    """
+    row_digests: dict[str, bytes] = {}
+    num_tokens = 0
+    with fs.atomic_dir(folder) as part:
+        # Statistics and the embedded Arrow schema would add nothing but version-dependent bytes.
+        with pq.ParquetWriter(
+            part / TOKENS_NAME,
+            SCHEMA,
+            compression="zstd",
+            compression_level=3,
+            write_statistics=False,
+            store_schema=False,
+        ) as writer:
+            for group in _groups(samples):
+                for sample in group:
+                    if sample.sample_id in row_digests:
+                        raise DataError(f"sample {sample.sample_id} comes twice", "drop duplicates before writing")
+                    row_digests[sample.sample_id] = _row_digest(sample)
+                    num_tokens += len(sample.input_ids)
+                writer.write_table(_table(group))
+        if not row_digests:
+            raise DataError(f"no sample to write to {folder}", "look at the rejects of the stage before")
+        tokens_sha256 = _combine(row_digests.values())
+        lines = [canonical_json(reject) + "\n" for reject in rejects]
+        fs.write_text(part / REJECTS_NAME, "".join(lines))
+        index = TokenIndex(num_samples=len(row_digests), num_tokens=num_tokens, tokens_sha256=tokens_sha256)
+        fs.write_record(part / INDEX_NAME, index)
+    return tokens_sha256
+
+
+def read_tokens(folder: Path) -> list[TokenSample]:
+    """All samples, in stored order.
+
+    Raises:
+        DataError: The dataset is missing, damaged, or not what its index says.
+    """
+    return list(iter_tokens(folder))
+
+
+def iter_tokens(folder: Path) -> Iterator[TokenSample]:
+    """Samples in stored order, one row group in memory; checked against the index at the end.
+
+    Raises:
+        DataError: The dataset is missing, damaged, or not what its index says.
+    """
+    index = read_index(folder)
+    row_digests = []
+    for columns, ids_list, mask_list in _row_groups(folder):
+        for i, (ids_T, mask_T) in enumerate(zip(ids_list, mask_list, strict=True)):
+            sample = _sample(folder, {name: values[i] for name, values in columns.items()}, ids_T, mask_T)
+            row_digests.append(_row_digest(sample))
+            yield sample
+    found = _combine(row_digests)
+    if found != index.tokens_sha256:
+        raise DataError(f"{folder}: content hash {found[:16]}, expected {index.tokens_sha256[:16]}", REMAKE)
+
+
+def read_lengths(folder: Path) -> list[tuple[str, int]]:
+    """(sample id, exact number of tokens) of every sample; reads neither ids nor masks.
+
+    Raises:
+        DataError: The dataset is missing, damaged, or not what its index says.
+    """
+    index = read_index(folder)
+    with _open(folder) as file:
+        table = file.read(columns=["sample_id", "num_tokens"])
+    lengths = list(zip(table["sample_id"].to_pylist(), table["num_tokens"].to_pylist(), strict=True))
+    if (len(lengths), sum(n for _, n in lengths)) != (index.num_samples, index.num_tokens):
+        raise DataError(
+            f"{folder}: {len(lengths):,} samples with {sum(n for _, n in lengths):,} tokens, "
+            f"expected {index.num_samples:,} with {index.num_tokens:,}",
+            REMAKE,
+        )
+    return lengths
+
+
+def read_index(folder: Path) -> TokenIndex:
+    """Counts and content hash as written.
+
+    Raises:
+        StoreError: The index is missing or is none.
+    """
+    return fs.read_record(TokenIndex, Path(folder) / INDEX_NAME)
+
+
+def tokens_sha256(folder: Path) -> str:
+    """Content hash, computed again from the rows and compared with the index.
+
+    Raises:
+        DataError: The rows are not what the index says.
+    """
+    for _ in iter_tokens(folder):
+        pass
+    return read_index(folder).tokens_sha256
+
+
+def _groups(samples: Iterable[TokenSample]) -> Iterator[list[TokenSample]]:
+    group: list[TokenSample] = []
+    for sample in samples:
+        group.append(sample)
+        if len(group) == ROW_GROUP_SAMPLES:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _table(group: Sequence[TokenSample]) -> pa.Table:
+    columns: dict[str, Any] = {name: [getattr(s, name) for s in group] for name in SCHEMA.names if name != "num_tokens"}
+    columns["num_tokens"] = [len(sample.input_ids) for sample in group]
+    return pa.table(columns, schema=SCHEMA)
+
+
+def _row_digest(sample: TokenSample) -> bytes:
+    """Digest of every value of a row; refuses an id that is not its content's."""
+    ids_T, mask_T = np.asarray(sample.input_ids, dtype="<i4"), np.asarray(sample.loss_mask, dtype=np.uint8)
+    named = sample_id_of(ids_T, mask_T)
+    if named != sample.sample_id or len(ids_T) != len(mask_T):
+        raise DataError(f"sample {sample.sample_id}: its ids and mask are those of {named}", REMAKE)
+    facts = [sample.sample_id, sample.conversation_id, sample.source, sample.split, sample.variant, len(ids_T)]
+    return hashlib.sha256(canonical_json(facts).encode() + b"\n" + ids_T.tobytes() + mask_T.tobytes()).digest()
+
+
+def _combine(row_digests: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(sorted(row_digests))).hexdigest()
+
+
+def _open(folder: Path) -> pq.ParquetFile:
+    path = Path(folder) / TOKENS_NAME
+    try:
+        return pq.ParquetFile(path)
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing", REMAKE) from None
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{path} is no parquet file: {error}", REMAKE) from None
+
+
+def _row_groups(folder: Path) -> Iterator[tuple[dict[str, list], list[np.ndarray], list[np.ndarray]]]:
+    with _open(folder) as file:
+        if file.schema_arrow.names != SCHEMA.names:
+            raise DataError(f"{folder}: columns {file.schema_arrow.names}, expected {SCHEMA.names}", REMAKE)
+        for i in range(file.num_row_groups):
+            try:
+                table = file.read_row_group(i)
+            except (OSError, pa.ArrowInvalid) as error:
+                raise DataError(f"{folder}: row group {i} cannot be read: {error}", REMAKE) from None
+            columns = {name: table[name].to_pylist() for name in SCHEMA.names[:6]}
+            yield columns, _arrays(table["input_ids"]), _arrays(table["loss_mask"])
+
+
+def _arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
+    return [scalar.values.to_numpy() for scalar in column]
+
+
+def _sample(folder: Path, row: dict[str, Any], ids_T: np.ndarray, mask_T: np.ndarray) -> TokenSample:
+    if not len(ids_T) == len(mask_T) == row["num_tokens"]:
+        raise DataError(
+            f"{folder}: sample {row['sample_id']} has {len(ids_T)} ids and {len(mask_T)} mask values, "
+            f"expected {row['num_tokens']}",
+            REMAKE,
+        )
+    row = {name: value for name, value in row.items() if name != "num_tokens"}
+    return TokenSample(**row, input_ids=tuple(ids_T.tolist()), loss_mask=tuple(mask_T.tolist()))
