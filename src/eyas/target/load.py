@@ -9,15 +9,29 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from eyas.errors import TargetError
 
 if TYPE_CHECKING:
     import torch
 
-PREFIXES = ("", "language_model.")
-"""Where multi-modal repositories nest their text model."""
+End = Literal["embedding", "head", "final_norm"]
+NAMES: dict[str, tuple[str, ...]] = {
+    "embedding": (
+        "model.embed_tokens.weight",
+        "language_model.model.embed_tokens.weight",
+        "model.language_model.embed_tokens.weight",
+    ),
+    "head": ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight"),
+    "final_norm": (
+        "model.norm.weight",
+        "language_model.model.norm.weight",
+        "model.language_model.norm.weight",
+    ),
+}
+"""Llama's names, and where multi-modal repositories nest their text model (Kimi-K2.5; Gemma 3, Qwen-VL)."""
+INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,51 +55,102 @@ def load_model(folder: Path, dtype: str, device: str = "cpu", trust_remote_code:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=trust_remote_code
     )
     return model.eval().requires_grad_(False).to(device)
 
 
+def text_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """The text model's part of a ``config.json``; multi-modal ones nest it."""
+    nested = raw.get("text_config")
+    return nested if isinstance(nested, dict) else raw
+
+
 def read_ends(folder: Path) -> TargetEnds:
     """Embedding, head and final norm, read from the safetensors files alone.
 
+    A tied head is the embedding, whatever else the files hold: so transformers reads it.
+
     Raises:
-        TargetError: A tensor is not there under any known name.
+        TargetError: A tensor is not there under any known name, or has a wrong shape.
     """
-    files = _tensor_files(folder)
-    embedding = _read(files, "model.embed_tokens.weight")
-    if _has(files, "lm_head.weight"):
-        head = _read(files, "lm_head.weight")
-    else:
-        head = embedding  # tied
-    return TargetEnds(embedding_VD=embedding, head_VD=head, final_norm_D=_read(files, "model.norm.weight"))
+    tensors = TensorFiles(folder)
+    embedding_VD = tensors.read("embedding")
+    raw = json.loads((folder / "config.json").read_text())
+    tied = text_config(raw).get("tie_word_embeddings", raw.get("tie_word_embeddings")) is True
+    head_VD = embedding_VD if tied or not tensors.has("head") else tensors.read("head")
+    final_norm_D = tensors.read("final_norm")
+    if head_VD.shape != embedding_VD.shape or final_norm_D.shape != embedding_VD.shape[1:]:
+        raise TargetError(
+            f"embedding {tuple(embedding_VD.shape)}, head {tuple(head_VD.shape)}, final norm "
+            f"{tuple(final_norm_D.shape)}: expected (V, D), (V, D) and (D,)"
+        )
+    return TargetEnds(embedding_VD=embedding_VD, head_VD=head_VD, final_norm_D=final_norm_D)
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    from safetensors import safe_open
+class TensorFiles:
+    """Which safetensors file of a folder holds which tensor; reads one at a time.
 
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    files = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as handle:
-            files.update(dict.fromkeys(handle.keys(), path))
-    return files
+    Raises:
+        TargetError: There is no safetensors file, or one is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, Path] = {}
+        index, named = folder / INDEX, {}
+        if index.is_file():
+            try:
+                named = json.loads(index.read_text())["weight_map"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise TargetError(f"{INDEX} is damaged: {error!r}", "remove it and run `dvc repro fetch`") from error
+            paths = sorted({folder / name for name in named.values()})
+        else:
+            paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise TargetError(
+                f"{folder} holds no *.safetensors",
+                "weights in other formats are not read; convert with transformers' save_pretrained",
+            )
+        for path in paths:
+            with _open(path) as handle:
+                self._files.update(dict.fromkeys(handle.keys(), path))
+        if lost := sorted(set(named) - set(self._files)):
+            raise TargetError(f"{len(lost)} tensors of {INDEX} are in no file, the first is {lost[0]}")
+
+    def has(self, end: End) -> bool:
+        """Whether one of the ends is there under a known name."""
+        return any(name in self._files for name in NAMES[end])
+
+    def read(self, end: End) -> torch.Tensor:
+        """One of the ends, in its stored dtype."""
+        name = self._name(end)
+        with _open(self._files[name]) as handle:
+            return handle.get_tensor(name)
+
+    def dtype_name(self, end: End) -> str:
+        """Stored dtype of one of the ends in torch's spelling, without reading it."""
+        name = self._name(end)
+        with _open(self._files[name]) as handle:
+            stored = str(handle.get_slice(name).get_dtype())
+        return {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}.get(stored, stored.lower())
+
+    def _name(self, end: End) -> str:
+        for name in NAMES[end]:
+            if name in self._files:
+                return name
+        raise TargetError(
+            f"{NAMES[end][0]} is in none of the target's {len(self._files):,} tensors",
+            f"known names: {', '.join(NAMES[end])}",
+        )
 
 
-def _has(files: dict[str, Path], name: str) -> bool:
-    return any(prefix + name in files for prefix in PREFIXES)
+def _open(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
 
-
-def _read(files: dict[str, Path], name: str) -> torch.Tensor:
-    from safetensors import safe_open
-
-    for prefix in PREFIXES:
-        if prefix + name in files:
-            with safe_open(files[prefix + name], framework="pt") as handle:
-                return handle.get_tensor(prefix + name)
-    raise TargetError(
-        f"{name} is in none of the target's {len(files)} tensors", "only Llama-style tensor names are known"
-    )
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise TargetError(f"{path.name} is missing from the target", "run `dvc repro -f fetch`") from None
+    except (SafetensorError, OSError) as error:
+        raise TargetError(f"{path.name} is damaged: {error}", "fetch the target again: `dvc repro -f fetch`") from error
