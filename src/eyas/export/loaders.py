@@ -15,7 +15,14 @@ SGLANG_LEGACY_NAMES = {"midlayer": "layers.0", "aux_norm_low": "fc_norm.0", "aux
     "aux_norm_high": "fc_norm.2"
 }
 DEFAULT_NUM_AUX = 3
-SHAPE_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+SHAPE_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
 
 
 @dataclass(frozen=True, slots=True)
