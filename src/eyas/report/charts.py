@@ -59,8 +59,8 @@ def interval(low: float, value: float, high: float, start: float, end: float) ->
     label = f"{value:.3f}, interval {low:.3f} to {high:.3f}, on an axis from {start:g} to {end:g}"
     return (
         f'<svg class=interval viewBox="0 0 160 16" role=img aria-label="{label}">'
-        f'<line class=grid x1=4 x2=156 y1=8 y2=8 /><line class="line s0" x1={x(low):.1f} x2={x(high):.1f} y1=8 y2=8 />'
-        f"<circle class=dot cx={x(value):.1f} cy=8 r=4 /></svg>"
+        f'<line class=grid x1=4 x2=156 y1=8 y2=8 /><line class="span s0" x1={x(low):.1f} x2={x(high):.1f} y1=8 y2=8 />'
+        f"<circle class=dot cx={x(value):.1f} cy=8 r=3 /></svg>"
     )
 
 
