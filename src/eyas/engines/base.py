@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
 
-    from eyas.contracts import EngineFacts, TokenSample
+    from eyas.contracts import EngineFacts, Generated, GenerateRequest, TokenSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,29 +30,6 @@ class CapturedSample:
     input_ids_T: torch.Tensor
     aux_TAD: torch.Tensor
     last_TD: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """One prompt to continue."""
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    max_new_tokens: int
-    temperature: float
-    """0 is greedy."""
-    top_p: float
-    seed: int
-    """Decides the sampled tokens together with the prompt, whatever runs beside it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """A continuation; its ids end with the end-of-turn token when ``finish`` is ``stop``."""
-
-    request_id: str
-    ids: tuple[int, ...]
-    finish: Literal["stop", "length"]
 
 
 class Engine(Protocol):

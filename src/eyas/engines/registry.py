@@ -1,0 +1,72 @@
+"""Engines by name. An engine's module is imported only when that engine is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eyas.contracts import TargetIdentity
+from eyas.engines.base import Engine
+from eyas.errors import ConfigError
+
+NAMES = ("hf", "fake")
+
+
+def make_engine(
+    name: str,
+    *,
+    target: TargetIdentity,
+    folder: Path | None,
+    boundaries: Sequence[int],
+    dtype: str,
+    batch_size: int = 1,
+    options: Mapping[str, Any] | None = None,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+) -> Engine:
+    """An engine that is not yet open.
+
+    Args:
+        name: ``hf`` or ``fake``.
+        target: Identity of the target; states its shape and end-of-turn tokens.
+        folder: The target's files; None is enough for ``fake``.
+        boundaries: Aux boundaries to capture, in stored order; may be empty for generation.
+        dtype: Dtype of the weights while running.
+        batch_size: Rows of a decoding batch.
+        options: Engine options that touch numerics.
+        device: Where ``hf`` runs.
+        trust_remote_code: Let transformers run the repository's own model code.
+
+    Raises:
+        ConfigError: The engine or one of its options is unknown.
+    """
+    options = dict(options or {})
+    if name == "fake":
+        _refuse_unknown(name, options, ())
+        from eyas.engines.fake import FakeEngine
+
+        return FakeEngine(target, boundaries)
+    if name == "hf":
+        from eyas.engines.hf import OPTIONS, HfEngine
+
+        _refuse_unknown(name, options, OPTIONS)
+        assert folder is not None
+        return HfEngine(
+            target,
+            folder,
+            boundaries,
+            dtype=dtype,
+            batch_size=batch_size,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            **options,
+        )
+    raise ConfigError(f"engine: {name!r}, expected one of {', '.join(NAMES)}")
+
+
+def _refuse_unknown(name: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        expected = f"one of {', '.join(known)}" if known else "no options"
+        raise ConfigError(f"engine_options.{unknown[0]}: unknown to engine {name}, expected {expected}")
