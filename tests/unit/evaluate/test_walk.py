@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from eyas.errors import DataError
 from eyas.evaluate.summary import WalkedDocument, alpha, summarise, tau, tau_interval
 from eyas.evaluate.walk import Round, spans, trained_rows, walk
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def document(rounds: tuple[Round, ...], name: str = "a", loop_share: float = 0.0, **changes: object) -> WalkedDocument:

@@ -1,0 +1,326 @@
+"""The extraction loop: plan → engine → checks → one shard after another → publication.
+
+While the engine computes shard n, one thread writes shard n-1: two shards in memory at most, whatever
+the length of the run. A shard is the unit of resumption; content and order come from the plan alone, so
+neither arrival order nor the points at which a run was killed show in the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from eyas import console, fs
+from eyas.contracts import (
+    BYTES_PER_MASK,
+    BYTES_PER_TOKEN_ID,
+    CapturePlan,
+    EngineFacts,
+    FailedSample,
+    PlannedShard,
+    ShardManifest,
+    TokenSample,
+)
+from eyas.engines.base import Engine
+from eyas.engines.checks import check_captured
+from eyas.errors import CaptureError, DiskError, StoreError
+from eyas.shards.spool import Spool, check_one_volume, leftovers
+from eyas.shards.writer import FinishedShard, ShardAssembly, check_tokens
+
+HOME = Path(".eyas")
+LOCK_NAME = "extract.lock"
+HEADER_BYTES_PER_SAMPLE = 1024
+"""Bound used to plan disk space; real headers take about 700 bytes a sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtractLimits:
+    """When a run stops."""
+
+    reserve_bytes: int
+    """Free bytes that must remain on the volume."""
+    max_failed_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtractResult:
+    """What a run did; ``num_tokens`` and ``work_s`` count this process alone."""
+
+    manifest: ShardManifest
+    num_tokens: int
+    work_s: float
+    num_resumed_shards: int
+
+
+@dataclass(slots=True)
+class _Run:
+    """State of one run, in plan order where order matters."""
+
+    plan: CapturePlan
+    tokens: Mapping[str, TokenSample]
+    engine: Engine
+    spool: Spool
+    limits: ExtractLimits
+    done: dict[str, FinishedShard]
+    num_tokens: int = 0
+    work_s: float = 0.0
+    failed: list[FailedSample] = field(default_factory=list)
+
+    @property
+    def left(self) -> list[PlannedShard]:
+        return [shard for shard in self.plan.shards if shard.path not in self.done]
+
+
+def extract(
+    plan: CapturePlan,
+    tokens: Mapping[str, TokenSample],
+    engine: Engine,
+    limits: ExtractLimits,
+    *,
+    out: Path,
+    manifest_path: Path,
+    home: Path = HOME,
+) -> ExtractResult:
+    """Capture every planned sample into shards and publish them.
+
+    Args:
+        plan: Decides content and order of every shard.
+        tokens: The token dataset by sample id, at least the planned samples.
+        engine: Not opened yet; opened only when something is left to do.
+        limits: Disk reserve and number of tolerated failures.
+        out: States folder, absent or a former run's.
+        manifest_path: Published last.
+        home: Working folder on the same volume: lock and spool.
+
+    Raises:
+        EyasError: Another extraction holds the lock.
+        StoreError: Something of another capture is in the way; plan, tokens and engine disagree.
+        DiskError: The volume is full or down to its reserve; the same command resumes.
+        CaptureError: More samples failed than allowed, or none is stored.
+    """
+    with contextlib.ExitStack() as stack:
+        with fs.disk_errors(home / LOCK_NAME):
+            stack.enter_context(fs.volume_lock(home / LOCK_NAME, f"extract of {plan.identity[:16]}"))
+        facts = engine.describe()
+        _check_inputs(plan, tokens, facts)
+        check_one_volume(home, out)
+        spool = Spool(home, plan.capture)
+        run = _Run(plan, tokens, engine, spool, limits, _resume(spool, plan, limits, out, manifest_path))
+        num_resumed = len(run.done)
+        with _account(run):
+            if run.left:
+                check_space(run.left, spool.folder, limits.reserve_bytes)
+                _capture_shards(run)
+            manifest = _manifest(run, facts)
+        spool.publish(manifest, out, manifest_path)
+        return ExtractResult(
+            manifest=manifest, num_tokens=run.num_tokens, work_s=run.work_s, num_resumed_shards=num_resumed
+        )
+
+
+def _check_inputs(plan: CapturePlan, tokens: Mapping[str, TokenSample], facts: EngineFacts) -> None:
+    capture = plan.capture
+    if plan.identity != capture.digest:
+        raise StoreError(f"plan identity {plan.identity}, but its capture has {capture.digest}", "run `make plan`")
+    found, expected = (facts.name, facts.version), (capture.engine, capture.engine_version)
+    if found != expected:
+        raise StoreError(
+            f"the engine is {' '.join(found)}, the plan was made for {' '.join(expected)}",
+            "run `make plan`; states already captured belong to the old engine and are not mixed with new ones",
+        )
+    for shard in plan.shards:
+        check_tokens(shard, tokens)
+
+
+def _resume(
+    spool: Spool, plan: CapturePlan, limits: ExtractLimits, out: Path, manifest_path: Path
+) -> dict[str, FinishedShard]:
+    home = spool.folder.parent.parent
+    for identity, num_bytes in leftovers(home, spool.identity):
+        console.log(
+            f"extract: {spool.folder.parent / identity} is left of another capture: "
+            f"{console.human_bytes(num_bytes)}; it is not touched"
+        )
+    if spool.take_back(plan, out, manifest_path):
+        console.log(f"extract: {out} holds states of this capture; they are verified and published again")
+    spool.prepare()
+    done, findings = spool.resume(plan)
+    for finding in findings:
+        console.log(f"extract: captured again: {finding.problem}")
+    if sum(len(shard.failed) for shard in done.values()) > limits.max_failed_samples:
+        done = {path: shard for path, shard in done.items() if not shard.failed}
+    if done:
+        console.log(f"extract: {len(done):,} of {len(plan.shards):,} shards are there and verified")
+    return done
+
+
+def space_needed(shards: Sequence[PlannedShard]) -> int:
+    """Most bytes that planned shards can take on disk, headers included."""
+    samples = [sample for shard in shards for sample in shard.samples]
+    ids_bytes = sum(sample.num_tokens for sample in samples) * (BYTES_PER_TOKEN_ID + BYTES_PER_MASK)
+    headers = HEADER_BYTES_PER_SAMPLE * (len(samples) + len(shards))
+    return sum(shard.payload_bytes for shard in shards) + ids_bytes + headers
+
+
+def check_space(shards: Sequence[PlannedShard], folder: Path, reserve_bytes: int) -> None:
+    """Check that planned shards fit the volume of ``folder`` without touching the reserve.
+
+    Raises:
+        DiskError: They do not; needed, free and reserve are named.
+    """
+    needed, free = space_needed(shards), fs.free_bytes(folder)
+    if needed > free - reserve_bytes:
+        raise DiskError(
+            f"{len(shards):,} shards need {needed:,} bytes; {free:,} bytes are free and "
+            f"extract.reserve_bytes keeps {reserve_bytes:,} of them",
+            "see `make budget`; free space, then run the same command again: it goes on from here",
+        )
+
+
+@contextlib.contextmanager
+def _account(run: _Run) -> Iterator[None]:
+    """Say at the end, whatever it is, where every planned sample and token went."""
+    try:
+        yield
+    finally:
+        finished = run.done.values()
+        stored = [(s.entry.num_samples, s.entry.num_tokens) for s in finished if s.entry is not None]
+        failed = [sample.num_tokens for shard in finished for sample in shard.failed]
+        num_stored, stored_tokens = sum(n for n, _ in stored), sum(n for _, n in stored)
+        left = run.plan.num_samples - num_stored - len(failed)
+        left_tokens = run.plan.num_tokens - stored_tokens - sum(failed)
+        console.log(
+            f"extract: {run.plan.num_samples:,} samples ({run.plan.num_tokens:,} tokens) planned = "
+            f"{num_stored:,} ({stored_tokens:,}) stored + {len(failed):,} ({sum(failed):,}) failed + "
+            f"{left:,} ({left_tokens:,}) left"
+        )
+
+
+def _capture_shards(run: _Run) -> None:
+    done_tokens = sum(s.entry.num_tokens for s in run.done.values() if s.entry is not None)
+    progress = console.Progress("extract", run.plan.num_tokens, done_tokens)
+    run.failed = [sample for shard in run.done.values() for sample in shard.failed]
+    start_s = time.perf_counter()
+    pending: Future[FinishedShard] | None = None
+    in_flight: list[PlannedShard] = []
+    try:
+        with contextlib.closing(run.engine), ThreadPoolExecutor(1, "shard-writer") as writer:
+            run.engine.open()
+            for planned in run.left:
+                if not _fits([*in_flight, planned], run):
+                    # Part of the shard in flight is on the disk already: wait, then count exactly.
+                    _wait(run, pending)
+                    pending, in_flight = None, []
+                check_space([planned], run.spool.folder, run.limits.reserve_bytes)
+                assembly = _capture_shard(run, planned, progress)
+                _wait(run, pending)
+                pending, in_flight = writer.submit(_store, run.spool, assembly), [planned]
+            _wait(run, pending)
+            pending = None
+    finally:
+        if pending is not None and pending.done() and pending.exception() is None:
+            _wait(run, pending)
+        run.work_s = time.perf_counter() - start_s
+        progress.close()
+
+
+def _fits(shards: Sequence[PlannedShard], run: _Run) -> bool:
+    return space_needed(shards) <= fs.free_bytes(run.spool.folder) - run.limits.reserve_bytes
+
+
+def _wait(run: _Run, pending: Future[FinishedShard] | None) -> None:
+    """Wait for the shard that is being written; its error becomes ours."""
+    if pending is not None:
+        finished = pending.result()
+        run.done[finished.path] = finished
+
+
+def _store(spool: Spool, assembly: ShardAssembly) -> FinishedShard:
+    finished = assembly.write(spool.states)
+    spool.append(finished)
+    return finished
+
+
+def _capture_shard(run: _Run, planned: PlannedShard, progress: console.Progress) -> ShardAssembly:
+    assembly = ShardAssembly(planned, run.plan.capture, run.plan.hidden_size, run.tokens)
+    for batch in planned.batches:
+        samples = [run.tokens[sample.sample_id] for sample in batch]
+        reasons = _collect(run, samples, assembly)
+        for sample in (s for s in samples if s.sample_id in reasons):
+            console.log(f"extract: once more, alone: {reasons[sample.sample_id]}")
+            again = _collect(run, [sample], assembly)
+            if again:
+                assembly.fail(sample.sample_id, again[sample.sample_id])
+        _check_failures(run, assembly)
+        lost = {sample.sample_id for sample in assembly.failed}
+        num_tokens = sum(sample.num_tokens for sample in batch if sample.sample_id not in lost)
+        run.num_tokens += num_tokens
+        progress.advance(num_tokens, _note(run))
+    run.failed += assembly.failed
+    return assembly
+
+
+def _note(run: _Run) -> str:
+    written = sum(shard.entry.size_bytes for shard in run.done.values() if shard.entry is not None)
+    return f"{console.human_bytes(written)} written, {console.human_bytes(fs.free_bytes(run.spool.folder))} free"
+
+
+def _collect(run: _Run, samples: Sequence[TokenSample], assembly: ShardAssembly) -> dict[str, str]:
+    """Capture samples into the assembly; the reason for each that did not get there."""
+    wanted = {sample.sample_id: sample for sample in samples}
+    num_aux, hidden_size = len(run.plan.capture.boundaries), run.plan.hidden_size
+    reasons: dict[str, str] = {}
+    general = "the engine ended without its states"
+    try:
+        for captured in run.engine.capture(samples):
+            if captured.sample_id not in wanted:
+                general = f"the engine answered with sample {captured.sample_id}, which was not asked for"
+                break
+            try:
+                check_captured(captured, wanted[captured.sample_id], num_aux, hidden_size)
+            except CaptureError as error:
+                reasons[captured.sample_id] = error.message
+            else:
+                assembly.add(captured.sample_id, captured.input_ids_T, captured.aux_TAD, captured.last_TD)
+    except CaptureError as error:
+        general = error.message
+    missing = set(assembly.missing)
+    return {s: reasons.get(s, f"sample {s}: {general}") for s in wanted if s in missing}
+
+
+def _check_failures(run: _Run, assembly: ShardAssembly) -> None:
+    failed, limit = [*run.failed, *assembly.failed], run.limits.max_failed_samples
+    if len(failed) > limit:
+        listed = "\n".join(f"  {sample.reason}" for sample in failed[:20])
+        raise CaptureError(
+            f"{len(failed):,} samples failed, extract.max_failed_samples allows {limit:,}:\n{listed}",
+            "raise extract.max_failed_samples in params.yaml to go on without them; finished shards are kept",
+        )
+
+
+def _manifest(run: _Run, facts: EngineFacts) -> ShardManifest:
+    finished = [run.done[shard.path] for shard in run.plan.shards]
+    entries = tuple(shard.entry for shard in finished if shard.entry is not None)
+    failed = tuple(sample for shard in finished for sample in shard.failed)
+    if not entries:
+        raise CaptureError(
+            f"none of {run.plan.num_samples:,} planned samples is stored; nothing is published",
+            "look at the reasons above; `eyas doctor` checks the engine",
+        )
+    return ShardManifest(
+        identity=run.plan.identity,
+        capture=run.plan.capture,
+        engine=facts,
+        hidden_size=run.plan.hidden_size,
+        num_planned_samples=run.plan.num_samples,
+        num_planned_tokens=run.plan.num_tokens,
+        num_stored_samples=sum(entry.num_samples for entry in entries),
+        num_stored_tokens=sum(entry.num_tokens for entry in entries),
+        stored_bytes=sum(entry.size_bytes for entry in entries),
+        shards=entries,
+        failed=failed,
+    )
