@@ -174,6 +174,31 @@ def free_bytes(path: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
+def can_hardlink(source_folder: Path, other_folder: Path) -> bool:
+    """Whether a file of one folder can be linked into another: really links one, then removes both.
+
+    Folders that do not exist yet are tried at their nearest existing parent.
+    """
+    name = f".eyas-link-probe-{os.getpid()}"
+    source, link = _existing(source_folder) / name, _existing(other_folder) / f"{name}.link"
+    try:
+        source.write_bytes(b"")
+        os.link(source, link)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS):
+            raise
+        return False
+    finally:
+        link.unlink(missing_ok=True)
+        source.unlink(missing_ok=True)
+    return True
+
+
+def _existing(folder: Path) -> Path:
+    folder = Path(folder).absolute()
+    return next(path for path in (folder, *folder.parents) if path.is_dir())
+
+
 @contextlib.contextmanager
 def volume_lock(path: Path, what: str) -> Iterator[None]:
     """Hold an exclusive flock; the file says who holds it and since when.

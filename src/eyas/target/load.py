@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from eyas.errors import TargetError
+from eyas.target.template import pin_date
 
 if TYPE_CHECKING:
     import torch
@@ -44,10 +45,12 @@ class TargetEnds:
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The target's tokenizer, from local files only."""
+    """The target's tokenizer, from local files only; its chat template writes a fixed date."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    tokenizer.chat_template = pin_date(tokenizer.chat_template)
+    return tokenizer
 
 
 def load_model(folder: Path, dtype: str, device: str = "cpu", trust_remote_code: bool = False) -> Any:

@@ -9,6 +9,7 @@ Letters: T tokens of one sample.
 
 from __future__ import annotations
 
+import itertools
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from eyas.tokens.render import Rendered, RejectError, Span
+from eyas.tokens.render import RejectError, Rendered, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def _encode_by_pieces(tokenizer: Any, rendered: Rendered) -> Encoded:
         cuts.update((span.end + spaces, span.end + spaces + len(token)))
     bounds = sorted(cuts)
     ids, begin, end = [], [], []
-    for a, b in zip(bounds[:-1], bounds[1:], strict=True):
+    for a, b in itertools.pairwise(bounds):
         piece = tokenizer.encode(text[a:b], add_special_tokens=False)
         ids.extend(piece)
         begin.extend([a] * len(piece))

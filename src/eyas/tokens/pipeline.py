@@ -27,7 +27,7 @@ from eyas.contracts import Conversation, TokenSample
 from eyas.errors import DataError
 from eyas.tokens import loss_mask, render
 from eyas.tokens.dataset import Reject, make_sample
-from eyas.tokens.render import Rendered, RejectError
+from eyas.tokens.render import RejectError, Rendered
 
 CHUNK_CONVERSATIONS = 128
 CHUNK_TIMEOUT_S = 900.0
@@ -131,7 +131,7 @@ def _to_sample(
     kept = trained[trained < rules.max_tokens]
     if len(kept) == 0:
         raise RejectError("no_trained_token", f"no assistant token among the first {rules.max_tokens:,} tokens")
-    stop = min(num_tokens, rules.max_tokens) if num_tokens <= rules.max_tokens else int(kept[-1]) + 1
+    stop = int(kept[-1]) + 1
     if stop < MIN_TOKENS:
         raise RejectError("too_short", f"{stop} tokens, expected {MIN_TOKENS} or more")
     sample = make_sample(

@@ -15,7 +15,6 @@ characters of the text.
 from __future__ import annotations
 
 import json
-import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,16 +108,17 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """Templates write tool arguments as JSON themselves, so JSON text becomes the value it spells."""
     if not message.get("tool_calls"):
         return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                call = {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-            except json.JSONDecodeError as error:
-                raise RejectError("tool_arguments", f"arguments are no JSON: {error}") from None
-        calls.append(call)
-    return {**message, "tool_calls": calls}
+    return {**message, "tool_calls": [_with_parsed_call(call) for call in message["tool_calls"]]}
+
+
+def _with_parsed_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except json.JSONDecodeError as error:
+        raise RejectError("tool_arguments", f"arguments are no JSON: {error}") from None
 
 
 def _apply(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: list | None, prompt: bool = False) -> str:
@@ -138,12 +138,24 @@ def _find(tokenizer: Any, messages: list[dict[str, Any]], tools: list | None, tu
             "turn_not_found", f"the template writes the text of message {turn} {marked.count(mark)} times"
         )
     before, after = marked.split(mark)
-    content_start = len(os.path.commonprefix([text, before]))
-    end = len(text) - len(os.path.commonprefix([text[::-1], after[::-1]]))
+    content_start = _common_length(text, before)
+    end = len(text) - _common_length(text[::-1], after[::-1])
     if end < content_start:
         raise RejectError("turn_not_found", f"message {turn} is not where the template puts its text")
     start = _generation_start(tokenizer, messages[:turn], tools, text, content_start)
     return Span(start=start, content_start=content_start, end=end, cut=cut)
+
+
+def _common_length(a: str, b: str) -> int:
+    """Length of the longest common beginning."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _generation_start(

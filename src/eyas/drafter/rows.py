@@ -1,0 +1,137 @@
+"""Packing documents and choosing rows: which row runs how many TTT steps, and against what.
+
+    documents (ids, mask, aux, last) → Pack: tokens side by side, rows ordered so that step k runs on a prefix
+
+Row ``t`` at step ``k`` predicts token ``t+k+2``; its teacher is the target at ``last[t+k+1]``. It trains
+when tokens ``t+1 … t+k+2`` all lie in one assistant span, and, in training, when the teacher's argmax is
+inside the draft vocab. A row must *run* at step j when it trains at any step ≥ j. Rows that train at no
+step give step-0 keys and values only.
+
+Letters: T tokens of the pack, R rows that run, S TTT steps, A aux streams, D target hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from eyas.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One sample as the drafter reads it.
+
+    Shapes: ids_T, mask_T any integer dtype; aux_TAD, last_TD any float dtype. in_vocab_T bool: the
+    teacher's argmax at this position is inside the draft vocab; None when OOV rows are not masked
+    (evaluation).
+    """
+
+    ids_T: torch.Tensor
+    mask_T: torch.Tensor
+    aux_TAD: torch.Tensor
+    last_TD: torch.Tensor
+    in_vocab_T: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a document lies in a pack."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Documents side by side that never see each other, and the rows to run.
+
+    Rows are sorted by how many steps they run (most first), then by place: step k runs on the first
+    ``num_rows[k]`` of them.
+    """
+
+    ids_T: torch.Tensor
+    aux_TAD: torch.Tensor
+    last_TD: torch.Tensor
+    positions_T: torch.Tensor
+    """Position inside the document."""
+    documents: tuple[Span, ...]
+    rows_R: torch.Tensor
+    """Place t of each row in the pack."""
+    num_rows: tuple[int, ...]
+    """Rows that run at step k, for every k below S."""
+    trains_RS: torch.Tensor
+    """Bool: row trains at step k."""
+    num_oov: int
+    """(row, step) pairs inside a span that do not train because the teacher's argmax is out of vocab."""
+
+    @property
+    def num_trained(self) -> tuple[int, ...]:
+        """Trained rows per step."""
+        return tuple(self.trains_RS.sum(0).tolist())
+
+
+def steps_in_span_T(mask_T: torch.Tensor) -> torch.Tensor:
+    """At how many steps each row may train, before OOV and S: ones from t+1 to the end of that span, less one.
+
+    Raises:
+        DataError: The mask is not one-dimensional.
+    """
+    if mask_T.ndim != 1:
+        raise DataError(f"loss mask has shape {tuple(mask_T.shape)}, expected one dimension: [T]")
+    T = mask_T.shape[0]
+    places_T = torch.arange(T)
+    # first zero at or after each place, T when there is none
+    zeros_T = torch.where(mask_T.bool(), T, places_T)
+    run_end_T = zeros_T.flip(0).cummin(0).values.flip(0)
+    run_T = torch.zeros(T, dtype=torch.int64)
+    run_T[:-1] = (run_end_T - places_T)[1:]
+    return (run_T - 1).clamp_min(0)
+
+
+def _trains_TS(document: Document, ttt_steps: int) -> tuple[torch.Tensor, int]:
+    inside_TS = torch.arange(ttt_steps) < steps_in_span_T(document.mask_T)[:, None]
+    if document.in_vocab_T is None:
+        return inside_TS, 0
+    T = inside_TS.shape[0]
+    known_X = torch.cat([document.in_vocab_T.bool(), torch.zeros(ttt_steps, dtype=torch.bool)])
+    trains_TS = inside_TS & known_X[torch.arange(T)[:, None] + torch.arange(ttt_steps) + 1]
+    return trains_TS, int(inside_TS.sum() - trains_TS.sum())
+
+
+def _check(document: Document) -> None:
+    T = document.ids_T.shape[0]
+    for name in ("ids_T", "mask_T", "aux_TAD", "last_TD"):
+        tensor = getattr(document, name)
+        if tensor.shape[0] != T or tensor.ndim != len(name.rsplit("_", 1)[1]):
+            raise DataError(f"{name} has shape {tuple(tensor.shape)}, expected {T} tokens as in ids_T")
+
+
+def pack_documents(documents: Sequence[Document], ttt_steps: int) -> Pack:
+    """Lay documents side by side and order the rows that run.
+
+    Raises:
+        DataError: A document's tensors disagree in length or rank.
+    """
+    for document in documents:
+        _check(document)
+    lengths = [document.ids_T.shape[0] for document in documents]
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    chosen = [_trains_TS(document, ttt_steps) for document in documents]
+    trains_TS = torch.cat([trains for trains, _ in chosen])
+    reach_T = (trains_TS * torch.arange(1, ttt_steps + 1)).amax(1)
+    order_T = torch.sort(reach_T, descending=True, stable=True).indices
+    rows_R = order_T[: int((reach_T > 0).sum())]
+    return Pack(
+        ids_T=torch.cat([d.ids_T for d in documents]).to(torch.int64),
+        aux_TAD=torch.cat([d.aux_TAD for d in documents]),
+        last_TD=torch.cat([d.last_TD for d in documents]),
+        positions_T=torch.cat([torch.arange(length) for length in lengths]),
+        documents=tuple(Span(end - length, end) for length, end in zip(lengths, ends, strict=True)),
+        rows_R=rows_R,
+        num_rows=tuple(int((reach_T > k).sum()) for k in range(ttt_steps)),
+        trains_RS=trains_TS[rows_R],
+        num_oov=sum(count for _, count in chosen),
+    )

@@ -1,0 +1,67 @@
+"""The capture identity: everything that decides the bytes of the hidden states, in one record."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from eyas.config import ExtractConfig, resolve_boundaries
+from eyas.contracts import CaptureIdentity, TargetIdentity
+from eyas.errors import PlanError
+
+ENGINE_PACKAGES = {"hf": ("transformers", "torch"), "fake": ("eyas",)}
+"""Packages whose version is part of an engine's; looked up without importing them."""
+
+
+def capture_identity(
+    extract: ExtractConfig, target: TargetIdentity, run_dtype: str, tokens_sha256: str
+) -> CaptureIdentity:
+    """Build the identity of a capture.
+
+    Args:
+        extract: Parameters of the capture.
+        target: Whose states are captured.
+        run_dtype: Dtype in which the target runs.
+        tokens_sha256: Content hash of the token dataset.
+
+    Raises:
+        ConfigError: A boundary does not exist on this target.
+        PlanError: The engine's packages are not installed, or an option has a value without a JSON spelling.
+    """
+    options = {key: extract.engine_options[key] for key in sorted(extract.engine_options)}
+    if "dtype" in options:
+        raise PlanError(
+            f"extract.engine_options.dtype: {options['dtype']!r}, expected no such key",
+            "set target.dtype in params.yaml",
+        )
+    return CaptureIdentity(
+        target=target.digest,
+        tokens=tokens_sha256,
+        boundaries=resolve_boundaries(extract, target.num_layers),
+        final_hidden="post_norm",
+        dtype="bfloat16",
+        codec=extract.codec,
+        engine=extract.engine,
+        engine_version=engine_version(extract.engine),
+        engine_options={"dtype": run_dtype, **options},
+        image=extract.image,
+        shard_bytes=extract.shard_bytes,
+        batch_tokens=extract.batch_tokens,
+        revision=extract.revision,
+    )
+
+
+def engine_version(engine: str) -> str:
+    """Versions of the packages that do an engine's numerics: ``transformers 5.24.0, torch 2.13.0``.
+
+    Raises:
+        PlanError: The engine is unknown, or one of its packages is not installed.
+    """
+    if engine not in ENGINE_PACKAGES:
+        raise PlanError(f"extract.engine: {engine!r}, expected one of {', '.join(ENGINE_PACKAGES)}")
+    versions = []
+    for package in ENGINE_PACKAGES[engine]:
+        try:
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            raise PlanError(f"engine {engine}: package {package} is not installed", "run `make setup`") from None
+    return ", ".join(versions)

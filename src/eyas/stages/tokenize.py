@@ -1,0 +1,73 @@
+"""Stage ``tokenize``: conversations → ids, loss masks, the draft vocab and the token report."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+
+from eyas import config, console, fs
+from eyas.contracts import TargetIdentity
+from eyas.conversations.table import read_conversations
+from eyas.errors import ConfigError
+from eyas.stages import common
+from eyas.target.load import load_tokenizer
+from eyas.target.locate import ensure
+from eyas.tokens.dataset import write_tokens
+from eyas.tokens.draft_vocab import build_draft_vocab
+from eyas.tokens.pipeline import TokenizeRules, tokenize
+from eyas.tokens.statistics import Tally, make_report, report_table, require_samples
+
+PATHS = ("TARGET_JSON", "CONVERSATIONS", "TOKENS", "DRAFT_VOCAB", "REPORT_JSON")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Tokenize as ``params.yaml`` says."""
+    target_path, conversations, tokens, draft_vocab, report_path = common.paths("tokenize", PATHS, argv)
+    params = config.load()
+    identity = fs.read_record(TargetIdentity, target_path)
+    boundaries = config.resolve_boundaries(params.extract, identity.num_layers)
+    rules = TokenizeRules(
+        max_tokens=params.tokenize.max_tokens,
+        vocab_size=identity.vocab_size,
+        eos_token_ids=identity.eos_token_ids,
+    )
+    with common.stage_run("tokenize", [target_path, conversations], [tokens, draft_vocab, report_path]) as run:
+        folder = ensure(identity, params.target)
+        load = functools.partial(load_tokenizer, folder, params.target.trust_remote_code)
+        tally = Tally(identity.vocab_size)
+        outcomes = tokenize(read_conversations(conversations), load, rules, num_workers())
+        samples = tally.keep(outcomes)
+        first = next(samples, None)
+        require_samples(tally)
+        assert first is not None
+        tokens_sha256 = write_tokens(tokens, _chained(first, samples), tally.rejects)
+        vocab = build_draft_vocab(tally.counts_V, params.tokenize.draft_vocab_size, tally.end_ids)
+        vocab.write(draft_vocab)
+        report = make_report(
+            tally,
+            vocab,
+            hidden_size=identity.hidden_size,
+            num_boundaries=len(boundaries),
+            tokens_sha256=tokens_sha256,
+        )
+        fs.write_record(report_path, report)
+        run.num_tokens = report.num_tokens
+    console.emit(report_table(report, len(boundaries) + 1, identity.hidden_size))
+
+
+def _chained(first, rest):
+    yield first
+    yield from rest
+
+
+def num_workers() -> int:
+    """Worker processes from ``EYAS_WORKERS``; 1 uses the tokenizer's own threads."""
+    text = os.environ.get("EYAS_WORKERS", "1")
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"EYAS_WORKERS: {text!r}, expected a number from 1")
+    return int(text)
+
+
+if __name__ == "__main__":
+    console.run_main(main)

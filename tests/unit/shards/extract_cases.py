@@ -1,0 +1,145 @@
+"""Extractions with the fake engine: a whole one, one in a forked child, engines that misbehave."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from shard_cases import make_capture, make_plan, make_tokens
+
+from eyas import fs
+from eyas.contracts import EngineFacts, FileDigest, FinalNorm, TargetIdentity, TokenSample
+from eyas.engines.base import CapturedSample, Engine
+from eyas.engines.loop import ExtractLimits, ExtractResult, extract
+from eyas.engines.registry import make_engine
+
+HIDDEN_SIZE = 16
+Edit = Callable[[Iterator[CapturedSample]], Iterator[CapturedSample]]
+
+
+def make_target() -> TargetIdentity:
+    return TargetIdentity(
+        source="wheel:none==1",
+        revision="0" * 64,
+        files=(FileDigest(path="model.safetensors", size_bytes=1, sha256="0" * 64),),
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        num_layers=6,
+        hidden_size=HIDDEN_SIZE,
+        vocab_size=1000,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        final_norm=FinalNorm(kind="rms_norm", eps=1e-5, weight_offset=0.0, num_zero_scales=0),
+        eos_token_ids=(2,),
+        tokenizer_sha256="0" * 64,
+        chat_template_sha256="0" * 64,
+    )
+
+
+def fake_engine() -> Engine:
+    return make_engine(
+        "fake",
+        target=make_target(),
+        folder=None,
+        boundaries=(1, 2, 3),
+        dtype="bfloat16",
+        batch_size=8,
+        options={},
+        device="cpu",
+    )
+
+
+class Case:
+    """A plan with its tokens, and folders to extract into."""
+
+    def __init__(self, root: Path, num_samples: int = 40, seed: int = 0, **changes) -> None:
+        rng = random.Random(seed)
+        self.root = root
+        self.tokens = make_tokens([rng.randrange(1, 30) for _ in range(num_samples)], seed)
+        facts = fake_engine().describe()
+        changes = {"shard_bytes": 60 * 4 * HIDDEN_SIZE * 2, "batch_tokens": 40, **changes}
+        capture = make_capture(engine=facts.name, engine_version=facts.version, engine_options=facts.options, **changes)
+        self.plan = make_plan(self.tokens, capture, HIDDEN_SIZE)
+        self.out, self.manifest_path = root / "data/hidden_states", root / "data/hidden_states.json"
+        self.home = root / ".eyas"
+        self.spool = self.home / "spool" / self.plan.identity
+
+    def extract(self, engine: Engine | None = None, *, max_failed: int = 0, reserve_bytes: int = 0) -> ExtractResult:
+        return extract(
+            self.plan,
+            self.tokens,
+            engine or fake_engine(),
+            ExtractLimits(reserve_bytes=reserve_bytes, max_failed_samples=max_failed),
+            out=self.out,
+            manifest_path=self.manifest_path,
+            home=self.home,
+        )
+
+    def hashes(self) -> tuple[FileDigest, ...]:
+        """Every published byte, by path."""
+        return (*fs.tree_digests(self.out), fs.file_digest(self.manifest_path, self.root))
+
+    def at(self, root: Path) -> Case:
+        other = Case.__new__(Case)
+        other.__dict__.update(self.__dict__)
+        other.root, other.home = root, root / ".eyas"
+        other.out, other.manifest_path = root / "data/hidden_states", root / "data/hidden_states.json"
+        other.spool = other.home / "spool" / self.plan.identity
+        return other
+
+
+class EditedEngine:
+    """The fake engine, its answers passed through ``edit``; counts what it was asked for."""
+
+    def __init__(self, edit: Edit | None = None) -> None:
+        self.inner, self.edit = fake_engine(), edit
+        self.asked: list[tuple[str, ...]] = []
+        self.num_opened = 0
+
+    def open(self) -> None:
+        self.num_opened += 1
+        self.inner.open()
+
+    def capture(self, batch: Sequence[TokenSample]) -> Iterator[CapturedSample]:
+        self.asked.append(tuple(sample.sample_id for sample in batch))
+        answers = self.inner.capture(batch)
+        return self.edit(answers) if self.edit else answers
+
+    def generate(self, requests):
+        return self.inner.generate(requests)
+
+    def describe(self) -> EngineFacts:
+        return self.inner.describe()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def with_nan(captured: CapturedSample) -> CapturedSample:
+    aux_TAD = captured.aux_TAD.clone()
+    aux_TAD[0, 1, 2] = torch.nan
+    return dataclasses.replace(captured, aux_TAD=aux_TAD)
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Fork, run ``work``, end; gives the pid. The parent must not have used torch's thread pool."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            null = os.open(os.devnull, os.O_WRONLY)
+            log = os.dup(2)
+            os.dup2(null, 2)
+            work()
+            code = 0
+        except BaseException:  # noqa: BLE001 - the child must never return into the parent's code
+            os.write(log, traceback.format_exc().encode())
+        finally:
+            os._exit(code)
+    return pid
