@@ -108,7 +108,7 @@ MANIFEST = ShardManifest(
     num_planned_tokens=24_000,
     num_stored_samples=1,
     num_stored_tokens=24_000,
-    stored_bytes=110_700_000,
+    stored_bytes=110_712_345,
     shards=(
         ShardEntry(
             path="000/shard-00000.safetensors", size_bytes=110_712_345, md5="f" * 32, num_samples=1, num_tokens=24_000
