@@ -126,7 +126,18 @@ def table_rows(report: AcceptanceReport) -> list[tuple[str, ...]]:
     return [_row(source, figures, report.decode.get(source)) for source, figures in report.sets.items()]
 
 
-TABLE_HEADERS = ("set", "tau", "95 % interval", "loop-free", "loops", "alpha", "rounds", "docs", "covered", "decoded tau")
+TABLE_HEADERS = (
+    "set",
+    "tau",
+    "95 % interval",
+    "loop-free",
+    "loops",
+    "alpha",
+    "rounds",
+    "docs",
+    "covered",
+    "decoded tau",
+)
 
 
 def _row(source: str, figures: SetAcceptance, check: DecodeCheck | None) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from eyas.contracts import StoredSample
 from eyas.evaluate.documents import UNKNOWN, target_argmax, walk_document
 from eyas.evaluate.summary import alpha, summarise, tau
@@ -87,9 +88,7 @@ def test_foreign_text_accepts_only_where_it_follows_the_target() -> None:
 
 def test_spans_are_walked_apart() -> None:
     two = np.array([0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 1, 1], dtype=np.uint8)
-    document = walk_document(
-        sample(), IDS, two, right_drafts(), np.where(two.astype(bool), IDS, UNKNOWN), EVERY
-    )
+    document = walk_document(sample(), IDS, two, right_drafts(), np.where(two.astype(bool), IDS, UNKNOWN), EVERY)
     assert [(r.row, r.num_asked, r.num_emitted) for r in document.rounds] == [(0, 2, 2), (7, 3, 3)]
 
 

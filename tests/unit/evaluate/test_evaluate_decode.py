@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from eyas.engines.decode import BlockDecoder
 from eyas.errors import EvaluateError
 from eyas.evaluate import decode
 from eyas.evaluate.decode import DecodeTimes, Prompt, batches, decode_batch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 V, CHAIN, LIMIT = 61, 4, 14
 BOUNDARIES = (1, 2)
@@ -116,6 +117,7 @@ def test_wrong_drafts_give_one_token_a_round_and_the_same_text(target, prompts) 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_drafts_give_the_same_text_in_the_rounds_of_the_walk(target, prompts, seed: int) -> None:
     import numpy as np
+
     from eyas.evaluate.walk import walk
 
     rng = np.random.default_rng(seed)
@@ -134,14 +136,16 @@ def test_a_target_that_answers_differently_by_place_is_caught(target, prompts, m
     """A second numeric path is what the check exists for: the error names prompt, place, tokens and gap."""
     forward = BlockDecoder.forward
 
-    def shifted(self, ids_BJ, start_B, attended=None):  # noqa: ANN001, ANN202
+    def shifted(self, ids_BJ, start_B, attended=None):
         output = forward(self, ids_BJ, start_B, attended)
         if bool((ids_BJ == ids_BJ[:, :1]).all()):  # the plain side's block
             output.logits_BJV[2, 0] = output.logits_BJV[2, 0].roll(1)
         return output
 
     monkeypatch.setattr(BlockDecoder, "forward", shifted)
-    with pytest.raises(EvaluateError, match=r"sample-2 \(chatterbot\), new token 1: plain greedy \d+, speculative \d+, logit gap"):
+    with pytest.raises(
+        EvaluateError, match=r"sample-2 \(chatterbot\), new token 1: plain greedy \d+, speculative \d+, logit gap"
+    ):
         run(target, prompts, [set()] * 5)
 
 

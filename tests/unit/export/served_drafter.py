@@ -28,9 +28,13 @@ def rope(x_HK: torch.Tensor, position: int, theta: float) -> torch.Tensor:
 class ServedDrafter:
     """Runs tensors named ``layers.0.*`` (vLLM) or ``midlayer.*`` (SGLang)."""
 
-    def __init__(self, layer: dict[str, Any], switches: dict[str, Any], tensors: Tensors, embedding: Tensors | torch.Tensor):
+    def __init__(
+        self, layer: dict[str, Any], switches: dict[str, Any], tensors: Tensors, embedding: Tensors | torch.Tensor
+    ):
         self.c, self.s = layer, switches
-        self.t = {n.replace("midlayer.", "layers.0."): t.float() if t.is_floating_point() else t for n, t in tensors.items()}
+        self.t = {
+            n.replace("midlayer.", "layers.0."): t.float() if t.is_floating_point() else t for n, t in tensors.items()
+        }
         self.embedding = embedding.float()
 
     def fuse(self, aux_AD: torch.Tensor) -> torch.Tensor:
@@ -51,7 +55,9 @@ class ServedDrafter:
         theta = self.c["rope_parameters"]["rope_theta"]
         return rope(q.view(-1, K), position, theta), rope(k.view(-1, K), position, theta), v.view(-1, K)
 
-    def finish(self, hidden: torch.Tensor, q: torch.Tensor, keys: list, values: list) -> tuple[torch.Tensor, torch.Tensor]:
+    def finish(
+        self, hidden: torch.Tensor, q: torch.Tensor, keys: list, values: list
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         eps, K = self.c["rms_norm_eps"], self.c["head_dim"]
         groups = self.c["num_attention_heads"] // self.c["num_key_value_heads"]
         heads = []
