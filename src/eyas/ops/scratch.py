@@ -19,6 +19,7 @@ from eyas.ops.params import write_params
 SMALL = ("DRAFTER=smoke",)
 SHARED = {"EYAS_TARGETS_DIR": ".eyas/targets", "EYAS_WHEELS": ".eyas/wheels"}
 LEFT_OUT = ("data/raw/", "dvc.lock", "tests/")
+KEPT = ("data/raw/README.md",)
 
 
 def run_small(root: Path, folder: Path) -> None:
@@ -57,7 +58,7 @@ def copy_tree(root: Path, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     for name in _files(root):
         source = root / name
-        if source.is_file() and not name.startswith(LEFT_OUT):
+        if source.is_file() and (name in KEPT or not name.startswith(LEFT_OUT)):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, folder / name)
     (folder / "data/raw").mkdir(parents=True, exist_ok=True)

@@ -173,11 +173,11 @@ def test_a_curve_of_one_point_and_one_with_nan_are_drawn(finished: Path) -> None
     assert_well_formed(render(gather(finished)))
 
 
-@given(low=st.floats(-1e6, 1e6), span=st.floats(1e-6, 1e6))
+@given(low=st.floats(-1e3, 1e3), span=st.floats(1e-3, 1e6))
 def test_ticks_enclose_the_range_evenly(low: float, span: float) -> None:
     ticks = nice_ticks(low, low + span)
-    assert ticks[0] <= low + 1e-6 * span
-    assert ticks[-1] >= low + span * (1 - 1e-6)
+    assert ticks[0] <= low + 1e-6
+    assert ticks[-1] >= low + span * (1 - 1e-6) - 1e-6
     assert 2 <= len(ticks) <= 9
 
 
