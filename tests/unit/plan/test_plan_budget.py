@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 from test_plan_build import capture, named
@@ -89,9 +90,10 @@ def test_link_probe_really_links(tmp_path):
 
 def test_link_probe_over_two_mounts(tmp_path):
     """Case 22: workspace and cache under two mounts cannot be linked."""
-    if not os.path.isdir("/dev/shm") or os.stat("/dev/shm").st_dev == os.stat(tmp_path).st_dev:
+    other = Path("/dev/shm")
+    if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("no second volume here")
-    assert not fs.can_hardlink(tmp_path, "/dev/shm")
+    assert not fs.can_hardlink(tmp_path, other)
     assert list(tmp_path.iterdir()) == []
 
 

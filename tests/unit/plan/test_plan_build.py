@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -92,7 +93,7 @@ def test_every_sample_once_and_sums_close(lengths, shard_bytes, batch_tokens, rn
 def test_shards_are_filled(lengths):
     """A shard is closed only when the next sample does not fit."""
     plan = build_plan(named(lengths), capture(shard_bytes=20_000), hidden_size=8)
-    for shard, following in zip(plan.shards, plan.shards[1:], strict=False):
+    for shard, following in itertools.pairwise(plan.shards):
         assert shard.payload_bytes + following.samples[0].num_tokens * 64 > 20_000
 
 
@@ -122,7 +123,7 @@ def sharegpt_lengths(count: int, limit: int) -> list[int]:
     rng, lengths = random.Random(1), []
     for _ in range(count):
         share = rng.random()
-        (a, low), (b, high) = next((p, q) for p, q in zip(knots, knots[1:], strict=False) if share <= q[0])
+        (a, low), (b, high) = next((p, q) for p, q in itertools.pairwise(knots) if share <= q[0])
         lengths.append(min(int(low + (high - low) * (share - a) / (b - a)), limit))
     return lengths
 

@@ -67,18 +67,18 @@ def test_what_cannot_change_bytes_does_not():
 def test_first_and_last_boundary_exist_and_one_beyond_does_not():
     capture = capture_identity(ExtractConfig(boundaries=[0, 30]), TARGET, "bfloat16", "tokens")
     assert capture.boundaries == (0, 30)
-    with pytest.raises(ConfigError, match="extract.boundaries.*31"):
+    with pytest.raises(ConfigError, match=r"extract\.boundaries.*31"):
         capture_identity(ExtractConfig(boundaries=[0, 31]), TARGET, "bfloat16", "tokens")
 
 
 @pytest.mark.parametrize("boundaries", [[2, 2], [5, 2], [-1, 2]])
 def test_repeated_falling_and_negative_boundaries_are_refused(boundaries):
-    with pytest.raises(ConfigError, match="extract.boundaries"):
+    with pytest.raises(ConfigError, match=r"extract\.boundaries"):
         ExtractConfig(boundaries=boundaries).check()
 
 
 def test_dtype_has_one_place():
-    with pytest.raises(PlanError, match="target.dtype"):
+    with pytest.raises(PlanError, match=r"target\.dtype"):
         capture_identity(ExtractConfig(engine_options={"dtype": "float32"}), TARGET, "bfloat16", "tokens")
 
 
