@@ -1,0 +1,311 @@
+"""The unroll and its loss against a float64 restatement, and the row rules of the case list."""
+
+import dataclasses
+
+import drafter_reference as reference
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.contracts import DrafterShape
+from eyas.drafter import attention, loss
+from eyas.drafter.loss import ttt_loss
+from eyas.drafter.model import Drafter
+from eyas.drafter.precision import matmul_dtype
+from eyas.drafter.rows import Document, pack_documents, steps_in_span_T
+from eyas.drafter.teacher import teacher_ids
+from eyas.drafter.ttt import draft_tokens, unroll
+from eyas.errors import DataError
+
+SHAPE = DrafterShape(
+    target_hidden_size=16,
+    hidden_size=16,
+    intermediate_size=24,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    num_aux=3,
+    vocab_size=40,
+    draft_vocab_size=20,
+    rms_norm_eps=1e-5,
+    rope_theta=10_000.0,
+    max_position_embeddings=64,
+    fc_norm=False,
+    norm_output=False,
+)
+D2T_W = torch.arange(20)  # every second target id
+
+
+def make_drafter(shape=SHAPE, train_head=False, seed=0):
+    torch.manual_seed(seed)
+    drafter = Drafter(shape).double()
+    t2d_V = torch.zeros(shape.vocab_size, dtype=torch.bool)
+    t2d_V[torch.arange(20) + D2T_W] = True
+    drafter.set_target(torch.randn(shape.vocab_size, 16).bfloat16(), D2T_W, t2d_V)
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    drafter.lm_head.weight.requires_grad_(train_head)
+    return drafter
+
+
+def make_documents(masks, seed=1, num_aux=3):
+    generator = torch.Generator().manual_seed(seed)
+    documents = []
+    for mask in masks:
+        T = len(mask)
+        documents.append(
+            (
+                torch.randint(0, 40, (T,), generator=generator),
+                torch.tensor(mask),
+                torch.randn(T, num_aux, 16, generator=generator, dtype=torch.float64),
+                torch.randn(T, 16, generator=generator, dtype=torch.float64) * 2,
+            )
+        )
+    return documents
+
+
+def head_of(drafter, seed=2):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(drafter.shape.vocab_size, 16, generator=generator, dtype=torch.float64)
+
+
+def packed(drafter, documents, head_VD, steps, mask_oov=True):
+    def in_vocab(last):
+        return drafter.t2d[teacher_ids(last, head_VD)] if mask_oov else None
+
+    return pack_documents(
+        [Document(ids, mask, aux, last, in_vocab(last)) for ids, mask, aux, last in documents], steps
+    )
+
+
+def ours(drafter, documents, head_VD, steps, decay=0.8, mask_oov=True):
+    pack = packed(drafter, documents, head_VD, steps, mask_oov)
+    drafter.zero_grad()
+    report = ttt_loss(drafter, pack, head_VD[torch.arange(20) + D2T_W], decay)
+    report.total.backward()
+    grads = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
+    return report, grads, pack
+
+
+def theirs(drafter, documents, head_VD, steps, decay=0.8, mask_oov=True):
+    weights = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in drafter.named_parameters()}
+    total, losses, counts, oov = reference.reference_loss(
+        weights, drafter.embed_tokens.weight, head_VD, D2T_W, drafter.shape, documents, steps, decay, mask_oov
+    )
+    total.backward()
+    return total.detach(), losses, counts, oov, {n: w.grad for n, w in weights.items() if w.grad is not None}
+
+
+def agree(drafter, documents, steps, mask_oov=True):
+    head_VD = head_of(drafter)
+    report, grads, pack = ours(drafter, documents, head_VD, steps, mask_oov=mask_oov)
+    total, losses, counts, oov, expected = theirs(drafter, documents, head_VD, steps, mask_oov=mask_oov)
+    assert report.num_trained_S.tolist() == counts[: len(report.num_trained_S)]
+    assert pack.num_oov == oov
+    torch.testing.assert_close(report.total.detach(), total, rtol=1e-11, atol=1e-12)
+    for k, value in enumerate(report.losses_S):
+        torch.testing.assert_close(value, losses[k].detach(), rtol=1e-11, atol=1e-12)
+    assert grads.keys() == expected.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-9, atol=1e-11, msg=name)
+
+
+TWO_SPANS = [0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 0, 1, 1, 1]
+ENDS_OPEN = [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("mask_oov", [True, False])
+def test_loss_and_gradients_equal_the_restatement(steps, mask_oov):
+    agree(make_drafter(), make_documents([TWO_SPANS, ENDS_OPEN, [1] * 6]), steps, mask_oov)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fc_norm": True},
+        {"norm_output": True},
+        {"fc_norm": True, "norm_output": True},
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 1, "rope_theta": 100.0},
+        {"num_aux": 4},
+        {"num_aux": 1},
+    ],
+)
+def test_every_shape_option_equals_the_restatement(change):
+    """Case 70: the number of aux streams is free."""
+    shape = dataclasses.replace(SHAPE, **change)
+    agree(make_drafter(shape), make_documents([TWO_SPANS, ENDS_OPEN], num_aux=shape.num_aux), 3)
+
+
+def test_a_trained_head_equals_the_restatement():
+    agree(make_drafter(train_head=True), make_documents([TWO_SPANS, ENDS_OPEN]), 3)
+
+
+def test_small_chunks_and_blocks_change_nothing(monkeypatch):
+    """Case 65: whatever way the attention and the logits are cut, loss and gradients are the same."""
+    monkeypatch.setattr(attention, "BLOCK_SCORES", 1)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 3 * 20)
+    agree(make_drafter(train_head=True), make_documents([TWO_SPANS, ENDS_OPEN, [1] * 6]), 3)
+
+
+def test_leaving_out_a_needed_row_shows(monkeypatch):
+    """Negative control: rows chosen by 'trains at this step' instead of 'trains at this step or later' fail."""
+    drafter = make_drafter()
+    documents = make_documents([TWO_SPANS, ENDS_OPEN])
+    head_VD = head_of(drafter)
+    pack = packed(drafter, documents, head_VD, 3)
+    late = [r for r in range(len(pack.rows_R)) if not pack.trains_RS[r, 0] and pack.trains_RS[r].any()]
+    assert late, "the case needs a row that only trains at a later step"
+    teacher_WD = head_VD[torch.arange(20) + D2T_W]
+    right = float(ttt_loss(drafter, pack, teacher_WD, 0.8).total.detach())
+    keep = torch.tensor([r for r in range(len(pack.rows_R)) if r not in late])
+    wrong = dataclasses.replace(
+        pack,
+        rows_R=pack.rows_R[keep],
+        trains_RS=pack.trains_RS[keep],
+        num_rows=tuple(n - sum(r < n for r in late) for n in pack.num_rows),
+    )
+    assert abs(float(ttt_loss(drafter, wrong, teacher_WD, 0.8).total.detach()) - right) > 1e-6
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=3), st.integers(1, 4))
+def test_any_masks_equal_the_restatement(masks, steps):
+    drafter = make_drafter()
+    documents = make_documents(masks)
+    if any(reference.trains(m, t, 0) for m in masks for t in range(len(m))):
+        agree(drafter, documents, steps, mask_oov=False)
+    else:
+        assert unroll(drafter, packed(drafter, documents, head_of(drafter), steps)) == []
+
+
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=20))
+def test_rows_follow_the_rule(mask):
+    """Row t trains at step k iff tokens t+1 … t+k+2 all lie in one assistant span."""
+    counts = steps_in_span_T(torch.tensor(mask)).tolist()
+    for t, count in enumerate(counts):
+        for k in range(5):
+            assert (k < count) == reference.trains(mask, t, k)
+
+
+def aux_gradient(mask, steps=1):
+    """Norm of the loss gradient with respect to each row's aux states, with attention cut to the row itself."""
+    drafter = make_drafter()
+    with torch.no_grad():  # without values the attention mixes nothing: a row's gradient is its own
+        drafter.midlayer.self_attn.v_proj.weight.zero_()
+    ids, mask_T, aux, last = make_documents([mask])[0]
+    aux.requires_grad_()
+    pack = pack_documents([Document(ids, mask_T, aux, last)], steps)
+    ttt_loss(drafter, pack, head_of(drafter)[torch.arange(20) + D2T_W], 0.8).total.backward()
+    return aux.grad.flatten(1).norm(dim=1)
+
+
+def test_both_ends_of_a_span_train_right():
+    """Case 62: prompt 4 + answer 3: the last prompt row gets a gradient, the last two rows none."""
+    grads = aux_gradient([0, 0, 0, 0, 1, 1, 1])
+    assert [bool(g > 0) for g in grads] == [False, False, False, True, True, False, False]
+
+
+def test_the_last_position_never_trains_and_padding_changes_nothing():
+    """Case 63: 5 supervised tokens; the same with an unsupervised tail."""
+    drafter = make_drafter()
+    head_VD = head_of(drafter)
+    ids, mask, aux, last = make_documents([[1] * 5])[0]
+    pack = packed(drafter, [(ids, mask, aux, last)], head_VD, 2, mask_oov=False)
+    assert sorted(pack.rows_R.tolist()) == [0, 1, 2]
+    assert pack.num_trained == (3, 2)
+    zeros = (torch.zeros(4, dtype=torch.long), torch.zeros(4), torch.zeros(4, 3, 16), torch.zeros(4, 16))
+    longer = tuple(torch.cat([a, b.to(a.dtype)]) for a, b in zip((ids, mask, aux, last), zeros, strict=True))
+    teacher_WD = head_VD[torch.arange(20) + D2T_W]
+    longer_pack = packed(drafter, [longer], head_VD, 2, mask_oov=False)
+    padded, bare = ttt_loss(drafter, longer_pack, teacher_WD, 0.8), ttt_loss(drafter, pack, teacher_WD, 0.8)
+    torch.testing.assert_close(padded.total, bare.total, rtol=1e-14, atol=0)
+
+
+def test_packed_documents_never_see_each_other():
+    drafter = make_drafter()
+    first, second = make_documents([TWO_SPANS, ENDS_OPEN])
+    alone = unroll(drafter, packed(drafter, [second], head_of(drafter), 3, mask_oov=False))
+    pack = packed(drafter, [first, second], head_of(drafter), 3, mask_oov=False)
+    for k, both in enumerate(unroll(drafter, pack)):
+        place = pack.rows_R[: pack.num_rows[k]]
+        torch.testing.assert_close(both[place >= len(first[0])], alone[k], rtol=1e-12, atol=1e-12)
+
+
+def test_out_of_vocab_argmax_is_masked_and_counted():
+    """Case 68: with the argmax of one position outside the draft vocab, that pair trains nothing and is counted."""
+    ids, mask, aux, last = make_documents([[0, 1, 1, 1, 1]])[0]
+    in_vocab = torch.tensor([True, True, False, True, True])  # teacher of row 1 at step 0, of row 0 at step 1
+    pack = pack_documents([Document(ids, mask, aux, last, in_vocab)], 2)
+    trained = {(int(t), k) for t, row in zip(pack.rows_R, pack.trains_RS, strict=True) for k in range(2) if row[k]}
+    assert trained == {(0, 0), (2, 0), (1, 1)}
+    assert pack.num_oov == 2
+
+
+def test_mask_of_two_dimensions_is_refused():
+    """Case 66: a mask [T,1] must not broadcast to [T,T]."""
+    ids, mask, aux, last = make_documents([[0, 1, 1]])[0]
+    with pytest.raises(DataError, match=r"mask_T has shape \(3, 1\)"):
+        pack_documents([Document(ids, mask[:, None], aux, last)], 1)
+    with pytest.raises(DataError, match="expected one dimension"):
+        steps_in_span_T(mask[None])
+
+
+def test_a_pack_without_a_trained_row_gives_no_nan():
+    """Case 70: every sample of a batch invalid."""
+    drafter = make_drafter()
+    pack = packed(drafter, make_documents([[0, 0, 0], [0, 1, 0]]), head_of(drafter), 2)
+    assert pack.num_trained == (0, 0)
+    assert unroll(drafter, pack) == []
+    assert draft_tokens(drafter, pack).shape == (0, 2)
+
+
+def test_kl_and_gradient_are_float32_when_products_are_bfloat16():
+    """Case 67: p and q closer than bf16 can tell. All inputs are bf16 numbers, so the products are exact."""
+    generator = torch.Generator().manual_seed(0)
+    ids, mask, aux, last = make_documents([ENDS_OPEN])[0]
+    last, W = last.bfloat16().float(), torch.randn(20, 16, generator=generator).bfloat16().float()
+    pack = pack_documents([Document(ids, mask, aux, last)], 1)
+    teacher_RE = last[pack.rows_R + 1]
+    step = torch.randint(-1, 2, teacher_RE.shape, generator=generator) * 2.0**-8
+    nudged = (teacher_RE * (1 + step)).bfloat16().float().requires_grad_()
+    with matmul_dtype("bfloat16"):
+        total, _ = loss._HeadLoss.apply(loss.plan_chunks(pack, 1, 7), last, W, [1.0], None, W, nudged)
+        total.backward()
+    exact = nudged.detach().double().requires_grad_()
+    p = (teacher_RE.double() @ W.double().T).softmax(-1)
+    kl = (p * (p.log() - (exact @ W.double().T).log_softmax(-1))).sum(-1).mean()
+    kl.backward()
+    assert 1e-6 < float(kl) < 1e-3
+    torch.testing.assert_close(total.detach().double(), kl.detach(), rtol=1e-2, atol=1e-6)
+    allowed = float(exact.grad.abs().max()) * 1e-2
+    torch.testing.assert_close(nudged.grad.double(), exact.grad, rtol=1e-2, atol=allowed)
+
+
+def test_hits_count_agreement_with_the_teacher():
+    """A head that says what the teacher says hits everywhere, on every step."""
+    drafter = make_drafter()
+    head_VD = head_of(drafter)
+    report, _, pack = ours(drafter, make_documents([TWO_SPANS, ENDS_OPEN]), head_VD, 3)
+    hidden = unroll(drafter, pack)
+    expected = []
+    for k, normed_RE in enumerate(hidden):
+        target = (pack.last_TD[pack.rows_R[: len(normed_RE)] + k + 1] @ head_VD[torch.arange(20) + D2T_W].T).argmax(-1)
+        expected.append(int(((drafter.logits(normed_RE).argmax(-1) == target) & pack.trains_RS[: len(target), k]).sum()))
+    assert report.num_hits_S.tolist() == expected
+    assert report.num_chained_S[0] == report.num_trained_S[0]
+    assert (report.num_chain_hits_S <= report.num_chained_S).all()
+
+
+def test_no_logits_of_all_tokens(monkeypatch):
+    """Case 72: logits exist for one chunk at a time, whatever the pack's size."""
+    widths = []
+    real = torch.nn.functional.log_softmax
+    monkeypatch.setattr(loss.F, "log_softmax", lambda x, dim: (widths.append(x.numel()), real(x, dim))[1])
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 8 * 20)
+    drafter = make_drafter()
+    ours(drafter, make_documents([[1] * 60]), head_of(drafter), 2)
+    assert len(widths) > 6
+    assert max(widths) <= 8 * 20
