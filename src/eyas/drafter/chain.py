@@ -51,7 +51,7 @@ class DraftChain:
             start_B: First row; all before it are known. Rows may be taken in again.
             count_B: Rows that count, 1 to J.
         """
-        B, J = next_ids_BJ.shape
+        J = next_ids_BJ.shape[1]
         device = self._known_B.device
         start_B, count_B = start_B.to(device), count_B.to(device)
         position_BJ = start_B[:, None] + torch.arange(J, device=device)
