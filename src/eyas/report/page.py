@@ -17,7 +17,7 @@ from eyas.report.charts import interval, line_chart
 from eyas.report.html import Markup, code, facts, paragraph, section, table, text, tiles
 from eyas.report.sources import Sources
 
-FIRST_GROUPS = ("loss", "accuracy", "acc")
+FIRST_GROUPS = ("loss", "accuracy", "alpha")
 
 
 def render(sources: Sources) -> str:
@@ -131,7 +131,7 @@ def _curves(sources: Sources) -> Iterator[str]:
 
     curves = sorted(sources.curves, key=lambda curve: (order(curve.group), curve.name))
     charts = [
-        line_chart(group, [(curve.name, curve.points) for curve in members])
+        line_chart(group, [(curve.label, curve.points) for curve in members])
         for group, members in ((g, list(m)) for g, m in groupby(curves, key=lambda curve: curve.group))
     ]
     content = f"<div class=charts>{''.join(charts)}</div>" if charts else paragraph("Not measured.", "muted")

@@ -24,16 +24,17 @@ from eyas.errors import ConfigError, StoreError
 
 Record = TypeVar("Record")
 CURVES = Path("reports/train/plots/metrics")
-SERIES_INDEX = re.compile(r"^(.*?)[_./-]?(\d+)$")
+SERIES_INDEX = re.compile(r"^(.*?)(?:/step)?[_./-]?(\d+)$")
 STAGES = ("fetch", "ingest", "respond", "tokenize", "plan", "extract", "train", "evaluate", "export", "report")
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One metric over optimizer steps; ``group`` is its name without the TTT step at its end."""
+    """One metric over optimizer steps; ``group`` is its name without the TTT step at its end, ``label`` that step."""
 
     name: str
     group: str
+    label: str
     points: tuple[tuple[float, float], ...]
 
 
@@ -117,7 +118,8 @@ def read_curves(folder: Path) -> tuple[Curve, ...]:
     for path in sorted(folder.rglob("*.tsv")):
         name = path.relative_to(folder).with_suffix("").as_posix()
         match = SERIES_INDEX.match(name)
-        curves.append(Curve(name, match[1] if match else name, _points(path)))
+        group, label = (match[1], f"step {match[2]}") if match else (name, name)
+        curves.append(Curve(name, group, label, _points(path)))
     return tuple(curves)
 
 

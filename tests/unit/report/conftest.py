@@ -231,7 +231,7 @@ def finished(tmp_path: Path) -> Path:
         }
     for path, record in records.items():
         fs.write_record(tmp_path / path, record)
-    for name, start in {"loss_0": 5.0, "loss_1": 5.5, "loss_2": 6.0, "lr": 0.001}.items():
+    for name, start in {"loss/step_0": 5.0, "loss/step_1": 5.5, "accuracy/step_0": 0.1, "lr": 0.001}.items():
         rows = "".join(f"{step}\t{start * math.exp(-step / 1500)}\n" for step in range(0, 3000, 50))
         fs.write_text(tmp_path / f"reports/train/plots/metrics/{name}.tsv", f"step\t{name}\n{rows}")
     fs.write_text(tmp_path / "params.yaml", (ROOT / "params.yaml").read_text())

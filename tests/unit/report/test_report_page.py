@@ -150,14 +150,14 @@ def test_summary_has_both_sets_and_the_baseline(finished: Path) -> None:
 
 def test_curves_are_grouped_by_ttt_step(finished: Path) -> None:
     curves = read_curves(finished / "reports/train/plots/metrics")
-    assert [(curve.name, curve.group) for curve in curves] == [
-        ("loss_0", "loss"),
-        ("loss_1", "loss"),
-        ("loss_2", "loss"),
-        ("lr", "lr"),
+    assert [(curve.name, curve.group, curve.label) for curve in curves] == [
+        ("accuracy/step_0", "accuracy", "step 0"),
+        ("loss/step_0", "loss", "step 0"),
+        ("loss/step_1", "loss", "step 1"),
+        ("lr", "lr", "lr"),
     ]
-    assert curves[0].points[0] == (0.0, 5.0)
-    assert len(curves[0].points) == 60
+    assert curves[1].points[0] == (0.0, 5.0)
+    assert len(curves[1].points) == 60
 
 
 def test_a_curve_file_without_steps_is_named(tmp_path: Path) -> None:
