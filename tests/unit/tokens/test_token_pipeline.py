@@ -119,15 +119,14 @@ def test_eight_workers_finish_a_very_long_row_and_give_the_same_samples(monkeypa
     monkeypatch.setattr(pipeline, "FEW_CONVERSATIONS", 10)
     long_text = " ".join(f"w{i}" for i in range(20_000))
     conversations = rows("one", long_text, *(f"answer {i}" for i in range(300)))
-    alone = run(conversations)
-    assert len(alone[1].sample.input_ids) > 32_768
     tokenizer = chatml()
     limits = rules(tokenizer, max_tokens=100_000)
-    together = list(tokenize(conversations, chatml, limits, num_workers=8))
-    assert together == list(tokenize(conversations, chatml, limits, num_workers=1))
-    assert [o.sample.sample_id for o in together][2:] == [o.sample.sample_id for o in alone][2:]
+    alone = list(tokenize(conversations, chatml, limits, num_workers=1))
+    assert len(alone[1].sample.input_ids) > 32_768
+    assert list(tokenize(conversations, chatml, limits, num_workers=8)) == alone
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_names_its_rows(monkeypatch):
     monkeypatch.setattr(pipeline, "FEW_CONVERSATIONS", 1)
     with pytest.raises(DataError, match=f"conversations {0:016x} to {1:016x}: a worker process died"):
