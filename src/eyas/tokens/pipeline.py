@@ -225,8 +225,10 @@ def _in_processes(
                 yield from _result(*waiting.popleft())
         while waiting:
             yield from _result(*waiting.popleft())
-    finally:
+    except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 def _result(chunk: list[Conversation], future: concurrent.futures.Future) -> list[Outcome]:
