@@ -53,6 +53,24 @@ class RespondSummary:
     rejected: Counter[str] = field(default_factory=Counter)
     """Rows by reason."""
 
+    def counts(self) -> list[tuple[str, str]]:
+        """Every count and the mean loop share of each kind of variant, as a table shows them."""
+        rows = [
+            ("conversations", self.num_conversations),
+            ("rows written", self.num_rows),
+            ("answers generated", self.num_new_answers),
+            ("answers known before", self.num_reused_answers),
+            ("tokens generated", self.num_new_tokens),
+            *[(f"answers, {what}", count) for what, count in sorted(self.finishes.items())],
+            *[(f"rejected: {reason}", count) for reason, count in sorted(self.rejected.items())],
+        ]
+        shares = [
+            (f"loop share, {kind}", f"{sum(values) / len(values):.3f}")
+            for kind, values in sorted(self.loop_shares.items())
+            if values
+        ]
+        return [(what, f"{count:,}") for what, count in rows] + shares
+
 
 @dataclass
 class _Thread:
@@ -141,12 +159,15 @@ class Responder:
         self._answer(requests)
         for thread, request in zip(going, requests, strict=True):
             answer = self.journal.get(request.request_id)
-            text = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
+            text = self._text(answer)
             thread.messages.append({"role": "assistant", "content": text})
             thread.answers.append(
                 Answer(finish=answer.finish, num_tokens=len(answer.ids), loop_share=loop_share(answer.ids))
             )
         return going
+
+    def _text(self, answer: Generated) -> str:
+        return self.tokenizer.decode(list(answer.ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _prompt(self, thread: _Thread) -> list[int] | None:
         try:

@@ -30,8 +30,8 @@ def main(argv: Sequence[str]) -> None:
         else:
             done = pass_through(conversations, out)
         run.num_tokens, run.work_s = done.num_new_tokens, done.generate_s or None
-        run.facts["counts"] = dict(counts(done))
-        console.emit(console.table(counts(done), ("respond", "count")))
+        run.facts["counts"] = dict(done.counts())
+        console.emit(console.table(done.counts(), ("respond", "count")))
         if done.rejected:
             console.log(f"rejected rows are listed in {out / REJECTS_NAME}")
 
@@ -73,24 +73,6 @@ class _LazyEngine:
             self._engine.open()
             self._is_open = True
         return self._engine.generate(requests)
-
-
-def counts(done: RespondSummary) -> list[tuple[str, str]]:
-    """Every count and the loop share of each kind of variant."""
-    rows = [
-        ("conversations", done.num_conversations),
-        ("rows written", done.num_rows),
-        ("answers generated", done.num_new_answers),
-        ("answers known before", done.num_reused_answers),
-        ("tokens generated", done.num_new_tokens),
-        *[(f"answers, {what}", count) for what, count in sorted(done.finishes.items())],
-        *[(f"rejected: {reason}", count) for reason, count in sorted(done.rejected.items())],
-    ]
-    shares = [
-        (f"loop share, {kind}", f"{sum(values) / max(len(values), 1):.3f}")
-        for kind, values in sorted(done.loop_shares.items())
-    ]
-    return [(what, f"{count:,}") for what, count in rows] + shares
 
 
 if __name__ == "__main__":
