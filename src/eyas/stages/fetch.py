@@ -34,7 +34,10 @@ def summary(identity: TargetIdentity) -> str:
             ("files", f"{len(identity.files)}, {console.human_bytes(sum(f.size_bytes for f in identity.files))}"),
             ("architecture", f"{identity.architecture} ({identity.model_type}), stored in {identity.dtype}"),
             ("shape", f"{identity.num_layers} layers, hidden {identity.hidden_size:,}, vocab {identity.vocab_size:,}"),
-            ("final norm", f"{norm.kind}, eps {norm.eps:g}, offset {norm.weight_offset:g}, {norm.num_zero_scales} zeros"),
+            (
+                "final norm",
+                f"{norm.kind}, eps {norm.eps:g}, offset {norm.weight_offset:g}, {norm.num_zero_scales} zeros",
+            ),
             ("end tokens", ", ".join(map(str, identity.eos_token_ids))),
         ]
     )
