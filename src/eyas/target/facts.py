@@ -136,11 +136,13 @@ def final_norm(text: dict[str, Any], tensors: TensorFiles) -> FinalNorm:
 
 
 def _tied(text: dict[str, Any], raw: dict[str, Any], tensors: TensorFiles) -> bool:
+    """Whether the head is the embedding; a stored head that differs wins over the config, as in transformers."""
     stated = text.get("tie_word_embeddings", raw.get("tie_word_embeddings"))
-    has_head = tensors.has("head")
-    if stated is False and not has_head:
-        raise TargetError("config.json says tie_word_embeddings: false, but there is no lm_head.weight")
-    return not has_head if stated is None else bool(stated)
+    if not tensors.has("head"):
+        if stated is False:
+            raise TargetError("config.json says tie_word_embeddings: false, but there is no lm_head.weight")
+        return True
+    return stated is True and bool((tensors.read("head") == tensors.read("embedding")).all())
 
 
 def _tokenizer(folder: Path, config: TargetConfig) -> Any:

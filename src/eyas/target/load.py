@@ -73,16 +73,14 @@ def text_config(raw: dict[str, Any]) -> dict[str, Any]:
 def read_ends(folder: Path) -> TargetEnds:
     """Embedding, head and final norm, read from the safetensors files alone.
 
-    A tied head is the embedding, whatever else the files hold: so transformers reads it.
+    A head that is stored is the head, also where the config says tied: so transformers reads it.
 
     Raises:
         TargetError: A tensor is not there under any known name, or has a wrong shape.
     """
     tensors = TensorFiles(folder)
     embedding_VD = tensors.read("embedding")
-    raw = json.loads((folder / "config.json").read_text())
-    tied = text_config(raw).get("tie_word_embeddings", raw.get("tie_word_embeddings")) is True
-    head_VD = embedding_VD if tied or not tensors.has("head") else tensors.read("head")
+    head_VD = tensors.read("head") if tensors.has("head") else embedding_VD  # tied
     final_norm_D = tensors.read("final_norm")
     if head_VD.shape != embedding_VD.shape or final_norm_D.shape != embedding_VD.shape[1:]:
         raise TargetError(
