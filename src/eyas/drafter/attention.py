@@ -39,14 +39,14 @@ class Block:
 def plan_blocks(pack: Pack, count: int, num_heads: int) -> list[Block]:
     """Cut the first ``count`` rows into blocks, document by document."""
     places_R, order_R = torch.sort(pack.rows_R[:count])
-    edges = torch.searchsorted(places_R, torch.tensor([span.end for span in pack.documents])).tolist()
+    edges = torch.searchsorted(places_R, places_R.new_tensor([span.end for span in pack.documents])).tolist()
     blocks, first = [], 0
     for span, last in zip(pack.documents, edges, strict=True):
         size = max(1, BLOCK_SCORES // (num_heads * (span.end - span.start)))
         for a in range(first, last, size):
             places_X = places_R[a : min(a + size, last)]
             end = int(places_X[-1]) + 1
-            hidden_XY = torch.arange(span.start, end) > places_X[:, None]
+            hidden_XY = torch.arange(span.start, end, device=places_X.device) > places_X[:, None]
             blocks.append(Block(order_R[a : min(a + size, last)], span.start, end, hidden_XY))
         first = last
     return blocks
@@ -132,7 +132,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RHK: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad_RHK: torch.Tensor) -> Any:  # type: ignore[override]
         q_RHK, keys_GTK, values_GTK, mixed_RHK, lse_RH, *own = ctx.saved_tensors
         R, H, K = q_RHK.shape
         G, scale = keys_GTK.shape[0], ctx.scale

@@ -60,7 +60,7 @@ class Chunk:
 def plan_chunks(pack: Pack, num_steps: int, size: int) -> list[Chunk]:
     """Cut the teacher positions that some training row needs into chunks of ``size``."""
     T = len(pack.ids_T)
-    row_at = torch.full((num_steps, T + 1), -1)
+    row_at = torch.full((num_steps, T + 1), -1, device=pack.rows_R.device)
     for k in range(num_steps):
         trains_R = pack.trains_RS[: pack.num_rows[k], k].nonzero()[:, 0]
         row_at[k, pack.rows_R[trains_R] + k + 1] = trains_R
@@ -111,7 +111,7 @@ class _HeadLoss(torch.autograd.Function):
                     trained_C = weights_C > 0
                     hits_RS[rows_C[trained_C], k] = hit_C[trained_C]
                 # d KL / d logits = q - p, before the row's weight
-                grad_CW = torch._log_softmax_backward_data(minus_p_CW, log_q_CW, -1, head_WE.dtype)
+                grad_CW = torch.ops.aten._log_softmax_backward_data(minus_p_CW, log_q_CW, -1, head_WE.dtype)
                 scaled_C1 = (weights_C * step_weights[k])[:, None]
                 grads[k].index_add_(0, rows_C, grad_CW @ head_WE * scaled_C1)
                 if grad_head_WE is not None:
@@ -123,7 +123,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: torch.Tensor, _: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad_total: torch.Tensor, _: torch.Tensor) -> Any:  # type: ignore[override]
         grad_head_WE = None if ctx.grad_head_WE is None else ctx.grad_head_WE * grad_total
         return None, None, None, None, None, grad_head_WE, *(grad * grad_total for grad in ctx.saved_tensors)
 
@@ -148,7 +148,7 @@ def ttt_loss(
     """
     hidden = unroll(drafter, pack, ttt_steps)
     num_steps = len(hidden)
-    hits_RS = torch.zeros(len(pack.rows_R), num_steps, dtype=torch.bool) if count_hits else None
+    hits_RS = torch.zeros_like(pack.trains_RS[:, :num_steps]) if count_hits else None
     chunks = plan_chunks(pack, num_steps, max(1, CHUNK_LOGITS // teacher_WD.shape[0]))
     weights = [step_decay**k for k in range(num_steps)]
     total, losses_S = _HeadLoss.apply(  # type: ignore[misc]

@@ -16,7 +16,7 @@ import torch
 @contextlib.contextmanager
 def matmul_dtype(dtype: str) -> Iterator[None]:
     """Run float32 products in ``dtype`` ("bfloat16" or "float32") inside the block."""
-    cpu, cuda = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+    cpu, cuda = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul  # type: ignore[attr-defined]
     before = cpu.fp32_precision, cuda.fp32_precision
     reduced = dtype == "bfloat16"
     cpu.fp32_precision, cuda.fp32_precision = ("bf16", "tf32") if reduced else ("ieee", "ieee")

@@ -12,6 +12,7 @@ Letters: T tokens of the pack, R rows that run, S TTT steps, A aux streams, D ta
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,6 +72,11 @@ class Pack:
     def num_trained(self) -> tuple[int, ...]:
         """Trained rows per step."""
         return tuple(self.trains_RS.sum(0).tolist())
+
+    def to(self, device: str) -> Pack:
+        """The same pack with its tensors on a device."""
+        names = ("ids_T", "aux_TAD", "last_TD", "positions_T", "rows_R", "trains_RS")
+        return dataclasses.replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 def steps_in_span_T(mask_T: torch.Tensor) -> torch.Tensor:

@@ -74,9 +74,7 @@ def packed(drafter, documents, head_VD, steps, mask_oov=True):
     def in_vocab(last):
         return drafter.t2d[teacher_ids(last, head_VD)] if mask_oov else None
 
-    return pack_documents(
-        [Document(ids, mask, aux, last, in_vocab(last)) for ids, mask, aux, last in documents], steps
-    )
+    return pack_documents([Document(ids, mask, aux, last, in_vocab(last)) for ids, mask, aux, last in documents], steps)
 
 
 def ours(drafter, documents, head_VD, steps, decay=0.8, mask_oov=True):
@@ -293,7 +291,9 @@ def test_hits_count_agreement_with_the_teacher():
     expected = []
     for k, normed_RE in enumerate(hidden):
         target = (pack.last_TD[pack.rows_R[: len(normed_RE)] + k + 1] @ head_VD[torch.arange(20) + D2T_W].T).argmax(-1)
-        expected.append(int(((drafter.logits(normed_RE).argmax(-1) == target) & pack.trains_RS[: len(target), k]).sum()))
+        expected.append(
+            int(((drafter.logits(normed_RE).argmax(-1) == target) & pack.trains_RS[: len(target), k]).sum())
+        )
     assert report.num_hits_S.tolist() == expected
     assert report.num_chained_S[0] == report.num_trained_S[0]
     assert (report.num_chain_hits_S <= report.num_chained_S).all()

@@ -1,0 +1,107 @@
+"""One training run from published inputs to a published drafter: what the stage calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from eyas.batches.loader import Reader
+from eyas.canonical import digest
+from eyas.config.schema import DrafterConfig, TrainConfig
+from eyas.contracts import CheckpointMeta, DrafterShape, ShardManifest, TargetIdentity
+from eyas.drafter.init import init_drafter, resolve_shape
+from eyas.drafter.model import Drafter
+from eyas.errors import TrainError
+from eyas.fs import hash_file
+from eyas.target.load import TargetEnds, read_ends
+from eyas.tokens.draft_vocab import FILE_NAME, DraftVocab
+from eyas.train.checkpoint import RunFolder, publish_drafter
+from eyas.train.data import calibration_slice
+from eyas.train.loop import Outcome, Trainer
+
+NOT_DECIDING = ("checkpoint_every",)
+"""Keys of ``train`` that cannot change the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run is made of."""
+
+    identity: TargetIdentity
+    target_folder: Path
+    vocab_folder: Path
+    manifest: ShardManifest
+    reader: Reader
+    drafter_config: DrafterConfig
+    config: TrainConfig
+
+    def run_key(self) -> str:
+        """Digest of all that decides the trained bytes."""
+        settings = {k: v for k, v in vars(self.config).items() if k not in NOT_DECIDING}
+        return digest(
+            {
+                "target": self.identity.digest,
+                "states": digest(self.manifest),
+                "draft_vocab": hash_file(self.vocab_folder / FILE_NAME),
+                "drafter": vars(self.drafter_config),
+                "train": settings,
+            }
+        )
+
+
+def new_drafter(inputs: Inputs, ends: TargetEnds, vocab: DraftVocab) -> Drafter:
+    """The drafter before its first step, the same for the same inputs."""
+    num_aux = len(inputs.manifest.boundaries)
+    shape = resolve_shape(inputs.drafter_config, inputs.identity, inputs.target_folder, num_aux, vocab.draft_vocab_size)
+    return init_drafter(shape, ends, vocab.d2t_W, vocab.t2d_V, calibration_slice(inputs.reader), inputs.config.seed)
+
+
+def target_ends(inputs: Inputs) -> TargetEnds:
+    """The target's first and last tensors; the norm's scale as it multiplies (Gemma types store it less one)."""
+    ends = read_ends(inputs.target_folder)
+    scale_D = ends.final_norm_D.float() + inputs.identity.final_norm.weight_offset
+    return TargetEnds(embedding_VD=ends.embedding_VD, head_VD=ends.head_VD, final_norm_D=scale_D)
+
+
+def train(inputs: Inputs, runs_root: Path, output: Path, metrics_folder: Path) -> tuple[CheckpointMeta, Outcome]:
+    """Train, publish the drafter, forget the resumable state.
+
+    Args:
+        inputs: Target, states and parameters.
+        runs_root: ``.eyas/train``: resumable states.
+        output: ``models/drafter``.
+        metrics_folder: ``reports/train``.
+
+    Raises:
+        TrainError: Nothing to train on, a foreign or damaged checkpoint, a loss that is not finite.
+        KeyboardInterrupt: Stopped by a signal; the same call goes on from there.
+    """
+    vocab, ends = DraftVocab.read(inputs.vocab_folder), target_ends(inputs)
+    if vocab.vocab_size != inputs.identity.vocab_size:
+        raise TrainError(
+            f"the draft vocab maps {vocab.vocab_size:,} target ids, expected {inputs.identity.vocab_size:,}",
+            "make it again: `dvc repro tokenize`",
+        )
+    drafter = new_drafter(inputs, ends, vocab)
+    run = RunFolder(runs_root, inputs.run_key())
+    trainer = Trainer(inputs.config, drafter, ends.head_VD, inputs.reader, run, metrics_folder)
+    outcome = trainer.run()
+    meta = publish_drafter(output, drafter, _meta(inputs, drafter.shape, outcome))
+    run.remove()
+    return meta, outcome
+
+
+def _meta(inputs: Inputs, shape: DrafterShape, outcome: Outcome) -> CheckpointMeta:
+    return CheckpointMeta(
+        shape=shape,
+        boundaries=inputs.manifest.boundaries,
+        capture_identity=inputs.manifest.identity,
+        target=inputs.identity.digest,
+        tokens=inputs.manifest.capture.tokens,
+        num_steps=inputs.config.num_steps,
+        num_trained_rows=outcome.num_trained_rows,
+        ttt_steps=inputs.config.ttt_steps,
+        seed=inputs.config.seed,
+        revision=inputs.config.revision,
+        files=(),
+    )
