@@ -201,7 +201,7 @@ def decode_all(
         )
         results = decode_batch(
             decoder,
-            lambda rows, length: DraftChain(drafter, config.chain_length, rows, length),
+            lambda batch_size, max_length: DraftChain(drafter, config.chain_length, batch_size, max_length),
             [prompts[i] for i in batch],
             chain_length=config.chain_length,
             max_new_tokens=config.max_new_tokens,
