@@ -52,6 +52,10 @@ class TrainError(EyasError):
     """Training cannot start or go on: no trained row, a foreign checkpoint, a non-finite loss."""
 
 
+class EvaluateError(EyasError):
+    """There is nothing to judge, or speculative decoding is not what plain greedy decoding is."""
+
+
 class ExportError(EyasError):
     """The export would not load as what was trained."""
 

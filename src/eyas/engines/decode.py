@@ -77,21 +77,25 @@ class BlockDecoder:
         self._position_L = torch.arange(max_length, device=self._device)
 
     @torch.inference_mode()
-    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int] | None = None) -> PrefillOutput:
-        """Fill rows from position 0 with prompts, padded on the right to the longest of them.
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[int] | None = None, length: int | None = None
+    ) -> PrefillOutput:
+        """Fill rows from position 0 with prompts, padded on the right.
 
         Args:
-            prompts: Token ids per row; pad the list yourself (by an empty-looking repeat) for fixed shapes.
-            rows: Rows to fill, by default 0, 1, …
+            prompts: Token ids per row.
+            rows: Rows to fill, by default 0, 1, …; a row may be named twice with the same prompt.
+            length: P, by default the longest prompt's length. Same P and number of prompts, same numerics.
 
         Raises:
-            CaptureError: A prompt is empty or longer than ``max_length``.
+            CaptureError: A prompt is empty or longer than ``length`` or ``max_length``.
         """
         rows = range(len(prompts)) if rows is None else rows
         lengths = [len(prompt) for prompt in prompts]
-        if min(lengths) < 1 or max(lengths) > self.max_length:
+        length = length or max(lengths)
+        if min(lengths) < 1 or max(lengths) > length or length > self.max_length:
             raise CaptureError(f"prompts of {min(lengths)} to {max(lengths)} tokens, expected 1 to {self.max_length}")
-        ids_RP = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
+        ids_RP = torch.zeros(len(prompts), length, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             ids_RP[row, : len(prompt)] = torch.tensor(prompt)
         position_RP = self._position_L[: ids_RP.shape[1]].expand(ids_RP.shape)
@@ -142,11 +146,12 @@ class _BlockCache(Cache):
     """Preallocated keys and values of all layers; ``aim`` says where the next forward writes."""
 
     def __init__(self, num_layers: int, batch_size: int, max_length: int) -> None:
-        super().__init__(layers=[_BlockLayer(batch_size, max_length) for _ in range(num_layers)])
+        self._blocks = [_BlockLayer(batch_size, max_length) for _ in range(num_layers)]
+        super().__init__(layers=list(self._blocks))
 
     def aim(self, row_R: torch.Tensor, position_RJ: torch.Tensor, attended: int) -> None:
         """Set rows and positions to write, and how many positions are attended (0: only the new ones)."""
-        for layer in self.layers:
+        for layer in self._blocks:
             layer.row_R1, layer.position_RJ, layer.attended = row_R[:, None], position_RJ, attended
 
 

@@ -28,13 +28,12 @@ from eyas.contracts import (
 from eyas.engines.base import Engine
 from eyas.engines.checks import check_captured
 from eyas.errors import CaptureError, DiskError, StoreError
+from eyas.plan.budget import HEADER_BYTES_PER_SAMPLE, HEADER_BYTES_PER_SHARD, check_fits
 from eyas.shards.spool import Spool, check_one_volume, leftovers
 from eyas.shards.writer import FinishedShard, ShardAssembly, check_tokens
 
 HOME = Path(".eyas")
 LOCK_NAME = "extract.lock"
-HEADER_BYTES_PER_SAMPLE = 1024
-"""Bound used to plan disk space; real headers take about 700 bytes a sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +112,8 @@ def extract(
         num_resumed = len(run.done)
         with _account(run):
             if run.left:
-                check_space(run.left, spool.folder, limits.reserve_bytes)
+                done_bytes = sum(shard.entry.size_bytes for shard in run.done.values() if shard.entry is not None)
+                check_fits(plan, fs.free_bytes(spool.folder), limits.reserve_bytes, done_bytes)
                 _capture_shards(run)
             manifest = _manifest(run, facts)
         spool.publish(manifest, out, manifest_path)
@@ -162,12 +162,12 @@ def space_needed(shards: Sequence[PlannedShard]) -> int:
     """Most bytes that planned shards can take on disk, headers included."""
     samples = [sample for shard in shards for sample in shard.samples]
     ids_bytes = sum(sample.num_tokens for sample in samples) * (BYTES_PER_TOKEN_ID + BYTES_PER_MASK)
-    headers = HEADER_BYTES_PER_SAMPLE * (len(samples) + len(shards))
+    headers = HEADER_BYTES_PER_SAMPLE * len(samples) + HEADER_BYTES_PER_SHARD * len(shards)
     return sum(shard.payload_bytes for shard in shards) + ids_bytes + headers
 
 
 def check_space(shards: Sequence[PlannedShard], folder: Path, reserve_bytes: int) -> None:
-    """Check that planned shards fit the volume of ``folder`` without touching the reserve.
+    """Check between shards that the next ones fit the volume of ``folder`` without touching the reserve.
 
     Raises:
         DiskError: They do not; needed, free and reserve are named.

@@ -8,8 +8,9 @@ from eyas.config import ExtractConfig, resolve_boundaries
 from eyas.contracts import CaptureIdentity, TargetIdentity
 from eyas.errors import PlanError
 
-ENGINE_PACKAGES = {"hf": ("transformers", "torch"), "fake": ("eyas",)}
-"""Packages whose version is part of an engine's; looked up without importing them."""
+ENGINE_PACKAGES = {"hf": ("transformers", "torch"), "fake": ()}
+"""Packages whose version is an engine's; looked up without importing them. ``fake`` is ours alone."""
+OWN_VERSION = "1"
 
 
 def capture_identity(
@@ -64,4 +65,4 @@ def engine_version(engine: str) -> str:
             versions.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             raise PlanError(f"engine {engine}: package {package} is not installed", "run `make setup`") from None
-    return ", ".join(versions)
+    return ", ".join(versions) or OWN_VERSION

@@ -7,9 +7,9 @@ import itertools
 
 import numpy as np
 import pytest
+import token_templates as templates
 from hypothesis import given, settings
 from hypothesis import strategies as st
-import token_templates as templates
 
 from eyas.canonical import digest
 from eyas.contracts import Answer, Conversation

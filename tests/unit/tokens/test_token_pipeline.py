@@ -50,7 +50,8 @@ def test_a_rejected_row_is_listed_and_the_others_go_on():
         messages=({"role": "system", "content": "x"}, *conversations[1].messages),
     )
     good, bad, last = run(conversations, template=templates.INST.replace("<eos>", "<|im_end|>"))
-    assert good.sample and last.sample
+    assert good.sample
+    assert last.sample
     assert (bad.reject.conversation_id, bad.reject.reason) == ("bad", "template")
     assert "only user and assistant" in bad.reject.detail
 
@@ -59,10 +60,8 @@ def test_truncation_keeps_whole_tokens_and_is_counted():
     conversations = rows("東京 \U0001f600 " * 40)
     (whole,) = run(conversations)
     full = whole.sample
-    for limit in range(8, 60):
-        (outcome,) = run(conversations, max_tokens=limit) if limit % 13 == 0 else ((whole,))
-        if outcome is whole:
-            continue
+    for limit in (45, 60, 61, 62):
+        (outcome,) = run(conversations, max_tokens=limit)
         assert outcome.truncated
         assert outcome.sample.input_ids == full.input_ids[:limit]
         assert outcome.sample.loss_mask == full.loss_mask[:limit]
@@ -80,7 +79,7 @@ def test_a_sample_without_a_trained_token_is_dropped_and_counted():
         messages=({"role": "user", "content": "word " * 100}, {"role": "assistant", "content": "x"}),
     )
     tally = Tally(1000)
-    kept = list(tally.keep(run([*rows("one", "two"), long_prompt], max_tokens=20)))
+    kept = list(tally.keep(run([*rows("one", "two"), long_prompt], max_tokens=60)))
     assert len(kept) == 2
     assert tally.num_dropped == {"no_trained_token": 1}
 
@@ -109,7 +108,7 @@ def test_no_assistant_turn_anywhere_says_how_to_get_some():
 def test_all_dropped_names_the_first_reason():
     tally = Tally(1000)
     list(tally.keep(run(rows("a", "b"), template="{{ raise_exception('no') }}")))
-    with pytest.raises(DataError, match="template 2.*TemplateError: no"):
+    with pytest.raises(DataError, match=r"template 2.*TemplateError: no"):
         require_samples(tally)
 
 

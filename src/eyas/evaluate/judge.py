@@ -1,0 +1,214 @@
+"""Judging a drafter: the walk over held-out documents, then real decoding of their prompts.
+
+    held-out hidden states → drafts of every row → walks;  prompts + target → both decodings → comparison
+
+The drafter runs in float32 on both ways, so that a draft does not depend on who runs beside it.
+
+Letters: T rows of a document, S draft steps, V target vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from eyas import console
+from eyas.config import EvaluateConfig
+from eyas.contracts import AcceptanceReport, CheckpointMeta, TargetIdentity
+from eyas.drafter.chain import DraftChain
+from eyas.drafter.model import Drafter
+from eyas.drafter.rows import Document, pack_documents
+from eyas.drafter.ttt import draft_tokens
+from eyas.engines.decode import BlockDecoder
+from eyas.errors import EvaluateError
+from eyas.evaluate.decode import Decoded, DecodeTimes, Prompt, batches, decode_batch
+from eyas.evaluate.documents import target_argmax, walk_document
+from eyas.evaluate.report import HeldOut, acceptance_report, agreement_of_rounds, held_out
+from eyas.evaluate.summary import WalkedDocument
+from eyas.evaluate.walk import spans
+from eyas.shards.reader import ShardReader, StoredStates
+from eyas.target.load import TargetEnds
+
+PACK_TOKENS = 1024
+"""Tokens of documents drafted side by side; they never see each other."""
+
+
+def judge(
+    *,
+    drafter: Drafter,
+    untrained: Drafter,
+    meta: CheckpointMeta,
+    ends: TargetEnds,
+    reader: ShardReader,
+    target: TargetIdentity,
+    load_target: Callable[[], Any],
+    config: EvaluateConfig,
+) -> tuple[AcceptanceReport, dict[str, Any]]:
+    """Evaluate one checkpoint.
+
+    Args:
+        drafter: The trained drafter.
+        untrained: The same shape as initialised, the baseline.
+        meta: The checkpoint's record.
+        ends: The target's embedding and head.
+        reader: Stored hidden states, held-out documents among them.
+        target: Identity of the target.
+        load_target: Loads the target for decoding; called once.
+        config: Chain length, limits, dtype and seed.
+
+    Returns:
+        The record, and facts for the run record (times, agreement of walk and real rounds).
+
+    Raises:
+        EvaluateError: Nothing was held out, the states are of another capture, or decoding is not lossless.
+    """
+    if reader.manifest.identity != meta.capture_identity:
+        raise EvaluateError(
+            f"the drafter was trained on states {meta.capture_identity[:16]}, "
+            f"these are {reader.manifest.identity[:16]}, expected the same",
+            "`dvc repro train`",
+        )
+    chosen = held_out(reader.samples)
+    walked, baseline = _walk_all(drafter, untrained, reader, chosen, ends.head_VD, config)
+    prompts, answers = read_prompts(reader, chosen, config.decode_prompts)
+    decoded, times = decode_all(drafter, load_target(), meta, target, prompts, answers, config)
+    result = acceptance_report(
+        walked=walked,
+        untrained=baseline,
+        decoded=decoded,
+        trained_sources=chosen.trained_sources,
+        meta=meta,
+        config=config,
+    )
+    first_answers = {prompt.sample_id: answer for prompt, answer in zip(prompts, answers, strict=True)}
+    facts = {
+        "decode": {
+            "num_tokens": times.num_tokens,
+            "speculative_s": round(times.speculative_s, 3),
+            "plain_s": round(times.plain_s, 3),
+            "speculative_tokens_per_s": round(times.num_tokens / max(times.speculative_s, 1e-9), 1),
+            "plain_tokens_per_s": round(times.num_tokens / max(times.plain_s, 1e-9), 1),
+        },
+        "rounds": agreement_of_rounds(walked, decoded, first_answers),
+    }
+    return result, facts
+
+
+def _walk_all(
+    drafter: Drafter,
+    untrained: Drafter,
+    reader: ShardReader,
+    chosen: HeldOut,
+    head_VD: torch.Tensor,
+    config: EvaluateConfig,
+) -> tuple[list[WalkedDocument], list[WalkedDocument]]:
+    """Every held-out document with the trained and the untrained drafter; states are read once."""
+    walked: list[WalkedDocument] = []
+    baseline: list[WalkedDocument] = []
+    progress = console.Progress("evaluate walks", sum(s.num_tokens for s in chosen.samples))
+    for group in _groups(reader, chosen):
+        argmaxes = [target_argmax(s.last_TD, head_VD, s.loss_mask_T.numpy().astype(bool)) for s in group]
+        walked += walk_group(drafter, group, argmaxes, config.chain_length)
+        baseline += walk_group(untrained, group, argmaxes, config.chain_length)
+        progress.advance(sum(s.sample.num_tokens for s in group))
+    progress.close()
+    return walked, baseline
+
+
+def _groups(reader: ShardReader, chosen: HeldOut) -> Iterator[list[StoredStates]]:
+    group: list[StoredStates] = []
+    for sample in chosen.samples:
+        if group and sum(s.sample.num_tokens for s in group) + sample.num_tokens > PACK_TOKENS:
+            yield group
+            group = []
+        group.append(reader.read(sample.sample_id))
+    yield group
+
+
+def walk_group(
+    drafter: Drafter, group: Sequence[StoredStates], argmaxes: Sequence[np.ndarray], chain_length: int
+) -> list[WalkedDocument]:
+    """Draft every row of some documents at once and walk each of them.
+
+    Args:
+        drafter: With the target's embedding and draft vocab set.
+        group: Documents as stored.
+        argmaxes: Per document, see ``documents.target_argmax``.
+        chain_length: S.
+    """
+    pack = pack_documents([Document(s.input_ids_T, s.loss_mask_T, s.aux_TAD, s.last_TD) for s in group], chain_length)
+    draft_TS = torch.full((len(pack.ids_T), chain_length), -1)
+    draft_TS[pack.rows_R] = draft_tokens(drafter, pack).cpu()
+    t2d_V = drafter.t2d.cpu().numpy()
+    return [
+        walk_document(
+            states.sample,
+            states.input_ids_T.numpy().astype(np.int64),
+            states.loss_mask_T.numpy(),
+            draft_TS[span.start : span.end].numpy(),
+            argmax_T,
+            t2d_V,
+        )
+        for states, argmax_T, span in zip(group, argmaxes, pack.documents, strict=True)
+    ]
+
+
+def read_prompts(reader: ShardReader, chosen: HeldOut, per_set: int) -> tuple[list[Prompt], list[tuple[int, ...]]]:
+    """Prompts to decode and the stored first answers; ``per_set`` 0 takes all of every set.
+
+    A document that opens with an assistant token has no prompt and is left out.
+    """
+    prompts: list[Prompt] = []
+    answers: list[tuple[int, ...]] = []
+    taken: dict[str, int] = {}
+    for sample in chosen.samples:
+        if per_set and taken.get(sample.source, 0) >= per_set:
+            continue
+        states = reader.read(sample.sample_id)
+        start, end = spans(states.loss_mask_T.numpy())[0]
+        if start == 0:
+            continue
+        taken[sample.source] = taken.get(sample.source, 0) + 1
+        prompts.append(Prompt(sample.sample_id, sample.source, tuple(states.input_ids_T[:start].tolist())))
+        answers.append(tuple(states.input_ids_T[start:end].tolist()))
+    return prompts, answers
+
+
+def decode_all(
+    drafter: Drafter,
+    model: Any,
+    meta: CheckpointMeta,
+    target: TargetIdentity,
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[int]],
+    config: EvaluateConfig,
+) -> tuple[list[Decoded], DecodeTimes]:
+    """Decode every prompt both ways, in fixed batches.
+
+    Raises:
+        EvaluateError: A prompt's two outputs differ.
+    """
+    times, decoded = DecodeTimes(), {}
+    progress = console.Progress("evaluate decodes", len(prompts), unit="prompts")
+    batch_size = min(config.batch_size, len(prompts))
+    for batch in batches(prompts, [min(len(a), config.max_new_tokens) for a in answers], batch_size):
+        longest = max(len(prompts[i].ids) for i in batch)
+        decoder = BlockDecoder(
+            model, batch_size, longest + config.max_new_tokens + config.chain_length, meta.boundaries
+        )
+        results = decode_batch(
+            decoder,
+            lambda rows, length: DraftChain(drafter, config.chain_length, rows, length),
+            [prompts[i] for i in batch],
+            chain_length=config.chain_length,
+            max_new_tokens=config.max_new_tokens,
+            eos_ids=target.eos_token_ids,
+            times=times,
+        )
+        decoded.update(zip(batch, results, strict=True))
+        progress.advance(len(batch))
+    progress.close()
+    return [decoded[i] for i in range(len(prompts))], times

@@ -1,0 +1,155 @@
+"""Assembling ``reports/acceptance.json`` and its printed table.
+
+The headline figures are those of the held-out conversations: documents whose prompt set also trained the
+drafter. Other sets (code prompts, say) stand beside them under their own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from eyas.canonical import digest
+from eyas.config import EvaluateConfig
+from eyas.contracts import AcceptanceReport, CheckpointMeta, DecodeCheck, SetAcceptance, StoredSample
+from eyas.errors import EvaluateError
+from eyas.evaluate.decode import Decoded
+from eyas.evaluate.summary import WalkedDocument, summarise, tau
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Which stored samples are judged, and which sets are the headline."""
+
+    samples: tuple[StoredSample, ...]
+    trained_sources: frozenset[str]
+
+
+def held_out(samples: Sequence[StoredSample]) -> HeldOut:
+    """The target's own greedy answers that were kept out of training; given text where there is none.
+
+    Raises:
+        EvaluateError: Nothing was held out, or nothing of a set that was trained on.
+    """
+    kept = [s for s in samples if s.split == "held_out"]
+    greedy = [s for s in kept if s.variant == "greedy"]
+    chosen = sorted(greedy or kept, key=lambda s: (s.source, s.sample_id))
+    trained = frozenset(s.source for s in samples if s.split == "train")
+    if not any(s.source in trained for s in chosen):
+        raise EvaluateError(
+            f"{len(chosen)} held-out documents, none of a set that was trained on ({', '.join(sorted(trained)) or 'none'})",
+            "raise data.held_out_share, then `make repro`",
+        )
+    return HeldOut(tuple(chosen), trained)
+
+
+def acceptance_report(
+    *,
+    walked: Sequence[WalkedDocument],
+    untrained: Sequence[WalkedDocument],
+    decoded: Sequence[Decoded],
+    trained_sources: frozenset[str],
+    meta: CheckpointMeta,
+    config: EvaluateConfig,
+) -> AcceptanceReport:
+    """The record of one evaluation.
+
+    Args:
+        walked: All held-out documents with the trained drafter.
+        untrained: The same documents with the drafter as initialised.
+        decoded: Prompts decoded both ways; each was found identical.
+        trained_sources: Prompt sets that trained the drafter.
+        meta: Of the judged checkpoint.
+        config: Chain length, bootstrap and seed.
+    """
+    by_set: dict[str, list[WalkedDocument]] = {}
+    for document in walked:
+        by_set.setdefault(document.source, []).append(document)
+    sets = {
+        source: summarise(documents, config.num_bootstrap, config.seed)
+        for source, documents in sorted(by_set.items())
+        if any(d.rounds for d in documents)
+    }
+    head = summarise([d for d in walked if d.source in trained_sources], config.num_bootstrap, config.seed)
+    return AcceptanceReport(
+        tau=head.tau,
+        tau_loop_free=head.tau_loop_free,
+        tau_by_set={source: figures.tau for source, figures in sets.items()},
+        alpha=head.alpha,
+        loop_share=head.loop_share,
+        lossless=True,
+        num_rounds=head.num_rounds,
+        chain_length=config.chain_length,
+        tau_untrained=tau([d for d in untrained if d.source in trained_sources]) or 1.0,
+        sets=sets,
+        decode=decode_checks(decoded),
+        drafter=digest(meta),
+        capture_identity=meta.capture_identity,
+        seed=config.seed,
+    )
+
+
+def decode_checks(decoded: Sequence[Decoded]) -> dict[str, DecodeCheck]:
+    """Rounds and tokens of the real decoding, per prompt set."""
+    checks = {}
+    for source in sorted({d.prompt.source for d in decoded}):
+        results = [d for d in decoded if d.prompt.source == source]
+        sizes = [size for d in results for size in d.round_sizes]
+        checks[source] = DecodeCheck(
+            num_prompts=len(results),
+            num_identical=len(results),
+            num_tokens=sum(len(d.ids) for d in results),
+            num_rounds=len(sizes),
+            tau=sum(sizes) / len(sizes) if sizes else 1.0,
+        )
+    return checks
+
+
+def agreement_of_rounds(
+    walked: Sequence[WalkedDocument], decoded: Sequence[Decoded], answers: Mapping[str, Sequence[int]]
+) -> dict[str, int]:
+    """How many documents took the same rounds in the walk and in real decoding.
+
+    Args:
+        walked: The offline walk.
+        decoded: Real decoding.
+        answers: Sample id -> first answer in the stored text.
+    """
+    rounds = {d.sample_id: tuple(r.num_emitted for r in d.rounds) for d in walked}
+    same_text = [d for d in decoded if tuple(answers[d.prompt.sample_id]) == d.ids]
+    same_rounds = sum(rounds[d.prompt.sample_id][: len(d.round_sizes)] == d.round_sizes for d in same_text)
+    return {"num_documents": len(decoded), "num_same_text": len(same_text), "num_same_rounds": same_rounds}
+
+
+def table_rows(report: AcceptanceReport) -> list[tuple[str, ...]]:
+    """Rows of the printed table, one per prompt set."""
+    return [_row(source, figures, report.decode.get(source)) for source, figures in report.sets.items()]
+
+
+TABLE_HEADERS = (
+    "set",
+    "tau",
+    "95 % interval",
+    "loop-free",
+    "loops",
+    "alpha",
+    "rounds",
+    "docs",
+    "covered",
+    "decoded tau",
+)
+
+
+def _row(source: str, figures: SetAcceptance, check: DecodeCheck | None) -> tuple[str, ...]:
+    return (
+        source,
+        f"{figures.tau:.3f}",
+        f"{figures.tau_low:.3f}-{figures.tau_high:.3f}",
+        "-" if figures.tau_loop_free is None else f"{figures.tau_loop_free:.3f}",
+        f"{figures.loop_share:.1%}",
+        " ".join(f"{a:.3f}" for a in figures.alpha),
+        f"{figures.num_rounds}",
+        f"{figures.num_documents}",
+        f"{figures.coverage:.1%}",
+        "-" if check is None else f"{check.tau:.3f}",
+    )

@@ -1,0 +1,50 @@
+"""Stage export: models/target.json + data/draft_vocab + models/drafter → models/export."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eyas import config, console, fs
+from eyas.contracts import TargetIdentity
+from eyas.errors import ExportError
+from eyas.export.write import export
+from eyas.stages import common
+from eyas.target import locate
+from eyas.target.load import read_ends
+from eyas.tokens.draft_vocab import DraftVocab
+from eyas.train.checkpoint import load_drafter
+
+NAMES = ("TARGET_JSON", "DRAFT_VOCAB", "DRAFTER", "EXPORT")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write the drafter for every configured server, check it, print where each file went."""
+    target_path, vocab_path, drafter_path, out = common.paths("export", NAMES, argv)
+    params = config.load()
+    with common.stage_run("export", [target_path, vocab_path, drafter_path], [out]) as run:
+        target = fs.read_record(TargetIdentity, target_path)
+        ends = read_ends(locate.ensure(target, params.target))
+        drafter, meta = load_drafter(drafter_path, ends.embedding_VD)
+        vocab = DraftVocab.read(vocab_path)
+        if meta.target != target.digest:
+            raise ExportError(
+                f"{drafter_path} was trained for target {meta.target[:16]}, {target_path} is {target.digest[:16]}",
+                "`dvc repro export`",
+            )
+        if not bool((drafter.d2t.cpu() == vocab.d2t_W).all()):
+            raise ExportError(
+                f"{drafter_path} was trained with another draft vocab than {vocab_path}", "`dvc repro export`"
+            )
+        record = export(drafter, meta, target, params.export, out)
+        run.facts["max_logit_difference"] = record.max_logit_difference
+    rows = [(file.path, console.human_bytes(file.size_bytes), file.sha256[:16]) for file in record.files]
+    console.emit(console.table(rows, ("file", "size", "sha256")))
+    spelled = ", ".join(f"{server} {list(ids)}" for server, ids in record.layer_ids.items())
+    console.emit(
+        f"boundaries {list(record.boundaries)} ({spelled}); logits differ from fp32 by at most "
+        f"{record.max_logit_difference:.3g}; every name is loaded, none is missing"
+    )
+
+
+if __name__ == "__main__":
+    console.run_main(main)

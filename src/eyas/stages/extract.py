@@ -1,0 +1,79 @@
+"""Stage ``extract``: tokens, by the plan, through an engine → shards, then their manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from eyas import config, console, fs
+from eyas.config import Params
+from eyas.contracts import CapturePlan, TargetIdentity
+from eyas.engines.base import Engine
+from eyas.engines.loop import ExtractLimits, ExtractResult, extract
+from eyas.engines.registry import make_engine
+from eyas.errors import PlanError
+from eyas.plan.identity import capture_identity
+from eyas.stages import common
+from eyas.target.locate import ensure
+from eyas.tokens.dataset import iter_tokens, read_index
+
+PATHS = ("TARGET_JSON", "TOKENS", "PLAN_JSON", "HIDDEN_STATES", "MANIFEST_JSON")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Extract as ``params.yaml`` says; resumes what an earlier run left."""
+    target_path, tokens_path, plan_path, out, manifest_path = common.paths("extract", PATHS, argv)
+    params = config.load()
+    target = fs.read_record(TargetIdentity, target_path)
+    plan = fs.read_record(CapturePlan, plan_path)
+    _check_plan(params, target, plan, tokens_path)
+    with common.stage_run("extract", [target_path, tokens_path, plan_path], [out, manifest_path]) as run:
+        planned = {sample.sample_id for shard in plan.shards for sample in shard.samples}
+        tokens = {sample.sample_id: sample for sample in iter_tokens(tokens_path) if sample.sample_id in planned}
+        limits = ExtractLimits(
+            reserve_bytes=params.extract.reserve_bytes, max_failed_samples=params.extract.max_failed_samples
+        )
+        engine = _engine(params, target, plan)
+        result = extract(plan, tokens, engine, limits, out=out, manifest_path=manifest_path)
+        run.num_tokens, run.work_s = result.num_tokens, result.work_s
+        run.facts = {"identity": plan.identity, "num_resumed_shards": result.num_resumed_shards}
+    console.emit(_summary(result, out))
+
+
+def _check_plan(params: Params, target: TargetIdentity, plan: CapturePlan, tokens: Path) -> None:
+    """The plan must be of exactly these parameters, this target and these tokens."""
+    capture = capture_identity(params.extract, target, params.target.dtype, read_index(tokens).tokens_sha256)
+    if plan.identity != capture.digest:
+        raise PlanError(
+            f"the plan's capture identity is {plan.identity}, parameters, target and tokens give {capture.digest}",
+            "make the plan again: `dvc repro plan`",
+        )
+
+
+def _engine(params: Params, target: TargetIdentity, plan: CapturePlan) -> Engine:
+    return make_engine(
+        params.extract.engine,
+        target=target,
+        folder=None if params.extract.engine == "fake" else ensure(target, params.target),
+        boundaries=plan.capture.boundaries,
+        dtype=params.target.dtype,
+        options=params.extract.engine_options,
+        trust_remote_code=params.target.trust_remote_code,
+    )
+
+
+def _summary(result: ExtractResult, out: Path) -> str:
+    manifest = result.manifest
+    rows = [
+        ("samples", f"{manifest.num_stored_samples:,}"),
+        ("tokens", f"{manifest.num_stored_tokens:,}"),
+        ("shards", f"{len(manifest.shards):,} in {out}, {result.num_resumed_shards:,} of them from an earlier run"),
+        ("size", console.human_bytes(manifest.stored_bytes)),
+        ("speed", f"{result.num_tokens / max(result.work_s, 1e-9):,.0f} tok/s"),
+        ("failed", "\n".join([f"{len(manifest.failed):,}", *(f"  {sample.reason}" for sample in manifest.failed)])),
+    ]
+    return console.table(rows)
+
+
+if __name__ == "__main__":
+    console.run_main(main)
