@@ -58,12 +58,7 @@ def _build(kind: Any, value: Any, where: str) -> Any:
         kinds = [arg for arg in args if arg is not type(None)]
         return _build(kinds[0], value, where)
     if origin is tuple:
-        if not isinstance(value, list):
-            raise ValueError(f"{where}: {type(value).__name__}, expected a list")
-        kinds = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
-        if len(kinds) != len(value):
-            raise ValueError(f"{where}: {len(value)} entries, expected {len(kinds)}")
-        return tuple(_build(k, v, f"{where}[{i}]") for i, (k, v) in enumerate(zip(kinds, value, strict=True)))
+        return _build_tuple(args, value, where)
     if origin is dict:
         if not isinstance(value, dict):
             raise ValueError(f"{where}: {type(value).__name__}, expected an object")
@@ -77,6 +72,15 @@ def _build(kind: Any, value: Any, where: str) -> Any:
     if kind is not Any and type(value) is not kind:
         raise ValueError(f"{where}: {value!r}, expected {kind.__name__}")
     return value
+
+
+def _build_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f"{where}: {type(value).__name__}, expected a list")
+    kinds = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
+    if len(kinds) != len(value):
+        raise ValueError(f"{where}: {len(value)} entries, expected {len(kinds)}")
+    return tuple(_build(k, v, f"{where}[{i}]") for i, (k, v) in enumerate(zip(kinds, value, strict=True)))
 
 
 def _build_record(kind: Any, value: Any, where: str) -> Any:

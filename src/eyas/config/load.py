@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.config.schema import ExtractConfig, Params, require
+from eyas.config.structure import check_structure
 from eyas.errors import ConfigError
 
 PARAMS_PATH = Path("params.yaml")
@@ -27,7 +28,26 @@ def load(path: Path = PARAMS_PATH) -> Params:
     """
     if not path.is_file():
         raise ConfigError(f"{path} is missing", "run `make params` or `git checkout params.yaml`")
+    check_structure(_read_yaml(path), path.name)
     return _to_params(_compose(path.parent.resolve(), path.stem, []))
+
+
+def _read_yaml(path: Path) -> Any:
+    # OmegaConf's reader, because PyYAML takes 1e-4 for text.
+    import yaml
+    from omegaconf import OmegaConf
+
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise ConfigError(
+            f"{path.name}{where}: no YAML: {reason}", "mend that line, or `git checkout params.yaml`"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path.name}: {error}", "run `make params`, or `git checkout params.yaml`") from error
 
 
 def compose_presets(conf: Path, choices: dict[str, str]) -> Params:
@@ -57,11 +77,9 @@ def _compose(folder: Path, name: str, overrides: list[str]) -> Any:
         with initialize_config_dir(version_base="1.3", config_dir=os.fspath(folder)):
             return compose(config_name=name, overrides=overrides)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_one_line(error), f"see the comments in {name}.yaml and `eyas params --help`") from error
+        raise ConfigError(_one_line(error), "the schema is src/eyas/config/schema.py") from error
     except yaml.YAMLError as error:
-        raise ConfigError(
-            f"{name}.yaml is no YAML: {' '.join(str(error).split())}", "mend the line it names"
-        ) from error
+        raise ConfigError(f"{name}.yaml or a preset is no YAML: {_one_line(error)}", "mend that line") from error
 
 
 def _to_params(composed: Any) -> Params:
@@ -76,34 +94,45 @@ def _to_params(composed: Any) -> Params:
             )
         params = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
-        raise ConfigError(_one_line(error), "see the comments in params.yaml") from error
+        raise ConfigError(_one_line(error), "the schema is src/eyas/config/schema.py") from error
     assert isinstance(params, Params)
     params.check()
     return params
 
 
 def _one_line(error: BaseException) -> str:
-    """Innermost cause of a Hydra or OmegaConf error, with its dotted key, in one line."""
+    """The innermost cause that says something, in one line, with the dotted key if any cause knows it."""
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
-    deepest = causes[-1]
-    key = getattr(deepest, "full_key", None)
-    text = str(deepest).split("\n")[0]
-    return f"{key}: {text}" if key and not text.startswith(str(key)) else text
+    texts = [text for cause in reversed(causes) if (text := str(cause).strip().split("\n")[0])]
+    keys = [key for cause in reversed(causes) if (key := getattr(cause, "full_key", None))]
+    text = texts[0] if texts else type(error).__name__
+    return f"{keys[0]}: {text}" if keys and not text.startswith(str(keys[0])) else text
 
 
 def to_yaml(params: Params) -> str:
-    """Complete params text, in section order, as ``eyas params`` writes it."""
+    """Complete params text, in section order with a comment each, as ``eyas params`` writes it."""
     from omegaconf import OmegaConf
 
-    body = OmegaConf.to_yaml(OmegaConf.structured(params))
-    return (
-        "# Complete parameters of this pipeline, tracked by DVC. Edit values here, or compose presets:\n"
-        "#   make params TARGET=... DATA=... MACHINE=... DRAFTER=...\n"
-        "# Every key is described in src/eyas/config.py.\n"
-        "defaults:\n- schema\n- _self_\n\n" + body
-    )
+    lines = OmegaConf.to_yaml(OmegaConf.structured(params)).splitlines()
+    body = []
+    for line in lines:
+        if not line.startswith((" ", "-")):
+            section = getattr(params, line.partition(":")[0])
+            body += ["", f"# {(section.__doc__ or '').splitlines()[0]}"]
+        body.append(line)
+    return _HEAD + "\n".join(body) + "\n"
+
+
+_HEAD = """\
+# Complete parameters of this pipeline, tracked by DVC. Edit values here, or compose presets:
+#   make params TARGET=... DATA=... MACHINE=... DRAFTER=...
+# Every key is described in src/eyas/config/schema.py.
+defaults:
+- schema
+- _self_
+"""
 
 
 def resolve_boundaries(extract: ExtractConfig, num_layers: int) -> tuple[int, ...]:

@@ -13,22 +13,24 @@ from typing import Any
 
 from eyas.errors import ConfigError
 
-MISSING = "???"
+MISSING: Any = "???"
 
 
 def require(ok: bool, key: str, value: object, expected: str) -> None:
     """Raise ``ConfigError`` for a dotted key unless ``ok``."""
     if not ok:
-        raise ConfigError(f"{key}: {value!r}, expected {expected}")
+        raise ConfigError(
+            f"{key}: {value!r}, expected {expected}", "edit params.yaml, or compose presets: `make params`"
+        )
 
 
 @dataclass
 class ExpectedShape:
     """Facts of a target that presets state, so that plans and budgets work before a download."""
 
-    num_layers: int = MISSING  # type: ignore[assignment]
-    hidden_size: int = MISSING  # type: ignore[assignment]
-    vocab_size: int = MISSING  # type: ignore[assignment]
+    num_layers: int = MISSING
+    hidden_size: int = MISSING
+    vocab_size: int = MISSING
 
 
 @dataclass
@@ -74,7 +76,7 @@ class PromptSetConfig:
     """A bundled or local set of evaluation prompts; always held out."""
 
     name: str = MISSING
-    num_prompts: int = MISSING  # type: ignore[assignment]
+    num_prompts: int = MISSING
     """Evenly spaced over the set; 0 takes all."""
 
 

@@ -180,7 +180,7 @@ def test_a_loss_that_is_not_finite_names_the_step(tmp_path):
     reader = world.MemoryReader()
     for states in reader.states.values():
         states.aux_TAD[4] = float("nan")
-    with pytest.raises(TrainError, match=r"loss of step 0 is nan"):
+    with pytest.raises(TrainError, match=r"loss and gradient of step 0"):
         world.run(tmp_path, world.make_inputs(tmp_path, reader=reader))
     assert not (tmp_path / "drafter").exists()
 

@@ -1,0 +1,112 @@
+# eyas: everything a user runs. `make` lists it. Needs GNU make 4 or newer, python3 3.11 or newer, git.
+ifeq ($(filter-out 3.%,$(MAKE_VERSION)),)
+$(error GNU make $(MAKE_VERSION) is too old, expected 4.0 or newer)
+endif
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-builtin-rules --warn-undefined-variables --no-print-directory
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+# Arguments of pip for torch alone, for example `--index-url <index of CPU builds>`.
+TORCH_PIP_ARGS ?=
+# Arguments of pytest, for example `ARGS='-k walk'`.
+ARGS ?=
+
+VENV := .venv
+READY := $(VENV)/.ready-$(TORCH)
+READY_DEV := $(VENV)/.ready-dev
+PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check
+PIP_LOCKED := $(PIP) --require-hashes --no-deps --use-pep517 --no-build-isolation
+UV_COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+	--no-header --no-annotate --no-emit-index-url --no-emit-package torch
+PIPELINE := fetch ingest respond tokenize plan extract train evaluate export report
+CHOICES := $(foreach group,TARGET DATA MACHINE DRAFTER,$(if $(value $(group)),$(group)=$(value $(group))))
+
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export DVC_NO_ANALYTICS := 1
+export HF_HUB_DISABLE_TELEMETRY := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help setup repro smoke params $(PIPELINE) status summary doctor verify reproduce check test test-slow lock clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-14s %s\n",$$1,$$2}' Makefile
+
+##@ Start
+setup: $(READY) ## Make .venv from the hash-locked packages; again only when a lock changed
+params: $(READY) ## Compose presets into params.yaml: TARGET= DATA= MACHINE= DRAFTER=
+	eyas params $(CHOICES)
+repro: $(READY) ## Run whatever is out of date, from the conversations to the report
+	dvc repro
+	@eyas summary
+smoke: $(READY) ## The same pipeline at small size in .eyas/smoke, about three minutes
+	eyas smoke
+reproduce: $(READY) ## Run small twice from nothing and compare every hash
+	eyas reproduce
+
+##@ Pipeline (each with what it needs before it)
+fetch: $(READY) ## The target, by source and hash
+ingest: $(READY) ## Conversations: validated, deduplicated, split
+respond: $(READY) ## The target writes the assistant turns
+tokenize: $(READY) ## Ids, loss masks, draft vocab
+plan: $(READY) ## Which sample goes where; bytes; capture identity
+extract: $(READY) ## Hidden states into shards
+train: $(READY) ## The drafter
+evaluate: $(READY) ## Acceptance length, offline and in real decoding
+export: $(READY) ## The drafter for SGLang and vLLM
+report: $(READY) ## reports/index.html
+$(PIPELINE):
+	dvc repro $@
+
+##@ Look
+status: $(READY) ## Which stages are out of date, and why
+	dvc status
+summary: $(READY) ## The last results in one table
+	@eyas summary
+doctor: $(READY) ## What this machine has, lacks and what to do about it
+	@eyas doctor
+verify: $(READY) ## Read every artifact again and compare its hashes
+	@eyas verify
+
+##@ Quality
+check: $(READY_DEV) ## Format, lint, types, layers, spelling, workflows; under a minute
+	ruff format --check .
+	ruff check .
+	lint-imports
+	codespell
+	check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	zizmor --offline --quiet .github/workflows
+	pyright
+test: $(READY_DEV) ## Quick tests
+	pytest $(ARGS)
+test-slow: $(READY_DEV) ## The tests of ten seconds and more
+	pytest -m 'slow and not gpu and not server' $(ARGS)
+lock: $(READY_DEV) ## Resolve requirements/*.in into locks again, keeping what still fits
+	$(UV_COMPILE) --override requirements/no-torch.txt requirements/cpu.in -o requirements/cpu.lock
+	$(UV_COMPILE) requirements/dev.in -o requirements/dev.lock
+clean: ## Remove .venv and caches of tools; never data, models or reports
+	rm -rf $(VENV) build .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# setuptools comes first: it builds the one package that has no wheel. torch brings its own needs only where its
+# build has some (CUDA libraries): all others are in the lock.
+$(READY): requirements/cpu.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $$($(PYTHON) --version), expected 3.11 or newer"; \
+	  echo; echo "hint: make setup PYTHON=python3.11"; exit 2; } >&2
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "error: $(PYTHON) cannot make a venv"; \
+	  echo; echo "hint: apt-get install python3-venv"; exit 2; } >&2
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@echo "setup: packages (minutes on the first run)" >&2
+	@$(PIP_LOCKED) -r <(awk '/^[a-z]/{on=/^setuptools==/} on' requirements/cpu.lock)
+	@$(PIP_LOCKED) -r requirements/cpu.lock
+	@$(PIP) $(TORCH_PIP_ARGS) '$(TORCH)'
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch '$@'
+
+$(READY_DEV): $(READY) requirements/dev.lock
+	@$(PIP_LOCKED) -r requirements/dev.lock
+	@touch '$@'

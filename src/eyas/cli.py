@@ -1,0 +1,126 @@
+"""The command ``eyas``: what is not a stage. Results go to stdout, progress and errors to stderr.
+
+Each command imports its room when it runs, so that ``--help``, ``params`` and ``doctor`` need no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from eyas import console
+from eyas.canonical import canonical_json
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command; a user's mistake ends with exit code 2, a found difference with 1."""
+    arguments = _parser().parse_args(argv)
+    with console.user_errors():
+        sys.exit(arguments.run(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eyas", description="Capture a target's hidden states and train an EAGLE-3 drafter. `make` lists the rest."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    params = _add(commands, "params", _params, "compose presets of conf/ into params.yaml")
+    params.add_argument(
+        "choices",
+        nargs="*",
+        metavar="GROUP=PRESET",
+        help="TARGET, DATA, MACHINE or DRAFTER, and a file below conf/GROUP; a group left out takes its default",
+    )
+    _add(commands, "doctor", _doctor, "what this machine has, lacks and what to do about it")
+    _add(commands, "verify", _verify, "read every artifact again and compare its hashes")
+    _add(commands, "summary", _summary, "the last results in one table")
+    smoke = _add(commands, "smoke", _smoke, "run the whole pipeline at small size in a scratch copy")
+    smoke.add_argument("--folder", type=Path, default=Path(".eyas/smoke"), help="the copy (default: %(default)s)")
+    reproduce = _add(commands, "reproduce", _reproduce, "run small twice from nothing and compare every hash")
+    reproduce.add_argument(
+        "--folder", type=Path, default=Path(".eyas/reproduce"), help="holds both copies (default: %(default)s)"
+    )
+    return parser
+
+
+def _add(commands: argparse._SubParsersAction, name: str, run: object, text: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _params(arguments: argparse.Namespace) -> int:
+    from eyas.ops.params import write_params
+
+    changes = write_params(Path(), arguments.choices)
+    if arguments.json:
+        console.emit(canonical_json({change.key: [change.old, change.new] for change in changes}))
+    elif changes:
+        console.emit(console.table([(c.key, c.old, c.new) for c in changes], ("params.yaml", "before", "now")))
+    else:
+        console.emit("params.yaml: unchanged")
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from eyas.ops.doctor import examine
+
+    findings = examine(Path())
+    if arguments.json:
+        console.emit(canonical_json(findings))
+    else:
+        console.emit(console.table([(f.name, f.state, f.value) for f in findings]))
+        for finding in findings:
+            if finding.hint:
+                console.emit(f"\nhint: {finding.name}: {finding.hint}")
+    return 1 if any(finding.state == "problem" for finding in findings) else 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from eyas.ops.verify import verify_all
+
+    results = verify_all(Path())
+    if arguments.json:
+        console.emit(canonical_json(results))
+    else:
+        console.emit(console.table([(r.artifact, r.state, r.note) for r in results]))
+    return 1 if any(result.state == "damaged" for result in results) else 0
+
+
+def _summary(arguments: argparse.Namespace) -> int:
+    from eyas.report.summary import summary_text, summary_values
+
+    console.emit(canonical_json(summary_values(Path())) if arguments.json else summary_text(Path()))
+    return 0
+
+
+def _smoke(arguments: argparse.Namespace) -> int:
+    from eyas.ops.scratch import run_small
+    from eyas.report.summary import summary_text, summary_values
+
+    run_small(Path(), arguments.folder)
+    folder = arguments.folder
+    console.emit(canonical_json(summary_values(folder)) if arguments.json else summary_text(folder))
+    return 0
+
+
+def _reproduce(arguments: argparse.Namespace) -> int:
+    from eyas.ops.reproduce import reproduce
+
+    comparisons = reproduce(Path(), arguments.folder)
+    equal = all(comparison.equal for comparison in comparisons)
+    if arguments.json:
+        console.emit(canonical_json(comparisons))
+    else:
+        rows = [(c.artifact, c.first[:16], c.second[:16], "same" if c.equal else "DIFFERENT") for c in comparisons]
+        console.emit(console.table(rows, ("artifact", "first run", "second run", "")))
+        console.emit("\nreproduced: every hash is the same" if equal else "\nnot reproduced")
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""``eyas doctor``: each thing the pipeline leans on, as found / not found / problem, with a hint.
+
+Nothing here imports torch: the answer takes a second.
+"""
+
+from __future__ import annotations
+
+import configparser
+import contextlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from eyas import console, fs
+
+MINIMUM_FREE_BYTES = 5_000_000_000
+MINIMUM_MEMORY_BYTES = 4 << 30
+BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
+LOCK_LINE = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)(?: ; (.*?))? \\$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One probe's answer."""
+
+    name: str
+    state: Literal["found", "not found", "problem"]
+    value: str
+    hint: str = ""
+
+
+def examine(root: Path) -> list[Finding]:
+    """Probe this machine and the repository in ``root``, in reading order."""
+    return [
+        _python(),
+        _packages(root),
+        _torch(),
+        _cores(),
+        _bf16(),
+        _gpu(),
+        _memory(),
+        _disk(root),
+        hardlinks(root),
+        _program("git", "--version", "apt-get install git"),
+        _repository(root),
+        _program("make", "--version", "apt-get install make"),
+        _dvc(root),
+    ]
+
+
+def _python() -> Finding:
+    right = sys.version_info >= (3, 11)
+    hint = "" if right else "make clean && make setup PYTHON=python3.11"
+    return Finding("python", "found" if right else "problem", platform.python_version(), hint)
+
+
+def _packages(root: Path) -> Finding:
+    from packaging.markers import Marker
+
+    lock = root / "requirements/cpu.lock"
+    if not lock.is_file():
+        return Finding("packages", "not found", f"{lock} is missing", "git checkout requirements")
+    wanted = [(n, v) for n, v, marker in LOCK_LINE.findall(lock.read_text()) if not marker or Marker(marker).evaluate()]
+    wrong = []
+    for name, version in wanted:
+        try:
+            installed = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            installed = "missing"
+        if installed != version:
+            wrong.append(f"{name} {installed} (lock: {version})")
+    if wrong:
+        shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        return Finding("packages", "problem", shown, "rm -f .venv/.ready-* && make setup")
+    return Finding("packages", "found", f"all {len(wanted)} as locked")
+
+
+def _torch() -> Finding:
+    try:
+        return Finding("torch", "found", importlib.metadata.version("torch"))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("torch", "not found", "", "make setup")
+
+
+def _cores() -> Finding:
+    return Finding("cores", "found", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}")
+
+
+def _bf16() -> Finding:
+    flags: set[str] = set()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                flags.update(line.split(":", 1)[1].split())
+                break
+    found = [flag for flag in BF16_FLAGS if flag in flags]
+    if found:
+        return Finding("bfloat16 in the processor", "found", ", ".join(found))
+    hint = "everything works, some three times slower; train.dtype=float32 may be faster here"
+    return Finding("bfloat16 in the processor", "not found", "", hint)
+
+
+def _gpu() -> Finding:
+    devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    return Finding("NVIDIA devices", "found" if devices else "not found", ", ".join(devices))
+
+
+def _memory() -> Finding:
+    values = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            key, _, rest = line.partition(":")
+            values[key] = int(rest.split()[0]) * 1024
+    available = values.get("MemAvailable", 0)
+    text = f"{console.human_bytes(available)} available of {console.human_bytes(values.get('MemTotal', 0))}"
+    if available < MINIMUM_MEMORY_BYTES:
+        return Finding("memory", "problem", text, "the default target needs 4 GiB: end other programs")
+    return Finding("memory", "found", text)
+
+
+def _disk(root: Path) -> Finding:
+    free = fs.free_bytes(root)
+    text = f"{console.human_bytes(free)} free"
+    if free < MINIMUM_FREE_BYTES:
+        return Finding("disk", "problem", text, f"the default target needs {console.human_bytes(MINIMUM_FREE_BYTES)}")
+    return Finding("disk", "found", text)
+
+
+def cache_dir(root: Path) -> Path:
+    """DVC's cache folder as ``.dvc/config`` and ``.dvc/config.local`` name it."""
+    folder = Path("cache")
+    for name in ("config", "config.local"):
+        parser = configparser.ConfigParser()
+        parser.read(root / ".dvc" / name)
+        folder = Path(parser.get("cache", "dir", fallback=os.fspath(folder)).strip("\"'"))
+    return folder if folder.is_absolute() else root / ".dvc" / folder
+
+
+def hardlinks(root: Path) -> Finding:
+    """Whether a file of the workspace can be hardlinked into DVC's cache, by doing it once."""
+    name, cache = "hardlink to the cache", cache_dir(root)
+    holder = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
+    with tempfile.TemporaryDirectory(dir=root, prefix=".probe-") as folder:
+        source, link = Path(folder) / "source", holder / f".probe-{os.getpid()}"
+        source.write_bytes(b"x")
+        try:
+            os.link(source, link)
+        except OSError as error:
+            hint = f"keep the cache on the workspace's own mount: dvc cache dir --local {root.resolve() / '.dvc/cache'}"
+            return Finding(name, "problem", f"{cache}: {error.strerror}", hint)
+        link.unlink()
+    return Finding(name, "found", os.fspath(cache))
+
+
+def _program(name: str, flag: str, hint: str) -> Finding:
+    if shutil.which(name) is None:
+        return Finding(name, "not found", "", hint)
+    done = subprocess.run([name, flag], capture_output=True, text=True, check=False)
+    return Finding(name, "found", done.stdout.split("\n")[0])
+
+
+def _repository(root: Path) -> Finding:
+    if (root / ".git").exists():
+        return Finding("git repository", "found", os.fspath(root.resolve()))
+    hint = "`make smoke` and DVC's experiments need one: git init && git add . && git commit -m start"
+    return Finding("git repository", "not found", "", hint)
+
+
+def _dvc(root: Path) -> Finding:
+    try:
+        version = importlib.metadata.version("dvc")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("dvc", "not found", "", "make setup")
+    if not (root / ".dvc" / "config").is_file():
+        return Finding("dvc", "problem", f"{version}, but {root / '.dvc/config'} is missing", "git checkout .dvc")
+    return Finding("dvc", "found", version)

