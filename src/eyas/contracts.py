@@ -387,7 +387,8 @@ class SetAcceptance:
     tau_loop_free: float | None
     """Over documents whose loop share is under 5 %; none when there is no such document."""
     alpha: tuple[float, ...]
-    """Conditional acceptance of draft token k given that all before were accepted."""
+    """Conditional acceptance of draft token k over rounds, given that all before were accepted; ends at the
+    first step that no round asked for."""
     step_accuracy: tuple[float, ...]
     """Marginal agreement of step k with the target's argmax over the full vocab."""
     num_documents: int
@@ -396,7 +397,8 @@ class SetAcceptance:
     num_emitted: int
     loop_share: float
     coverage: float
-    """Share of assistant tokens that equal the target's argmax: 1 when the text is greedy."""
+    """Share of assistant tokens that equal the argmax of the stored states: near 1 when the text is greedy,
+    where bf16 near ties alone differ."""
     oov_share: float
     """Share of target argmaxes outside the draft vocab; each is a miss."""
 
