@@ -143,13 +143,19 @@ def require_commit(key: str, kind: str, location: str, revision: str, error: typ
 
 
 def _ask_hub(kind: str, location: str, revision: str) -> tuple[str, str]:
-    import httpx
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     api = HfApi()
     ask = api.dataset_info if kind == "dataset" else api.model_info
     try:
         return ask(location, revision=revision or None, timeout=HUB_TIMEOUT_S).sha or "", "it names no commit"
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as failure:
+    except hub_faults() as failure:
         return "", (str(failure).strip() or type(failure).__name__).splitlines()[0]
+
+
+def hub_faults() -> tuple[type[Exception], ...]:
+    """What the hub's client raises when a repository cannot be had; connection faults are not ``OSError``."""
+    import httpx2
+    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+
+    return (httpx2.HTTPError, HFValidationError, OfflineModeIsEnabled, OSError)

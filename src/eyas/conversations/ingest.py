@@ -178,22 +178,13 @@ def _hub_rows(config: DataConfig) -> Iterator[Any]:
     """Rows of a hub dataset at its pinned commit, streamed by the ``datasets`` library."""
     sources.require_commit("data.revision", "dataset", config.location, config.revision, DataError)
     import datasets
-    import httpx
     from datasets.exceptions import DatasetsError
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     try:
         yield from datasets.load_dataset(
             config.location, revision=config.revision, split=config.hub_split, streaming=True
         )
-    except (
-        DatasetsError,
-        HfHubHTTPError,
-        OfflineModeIsEnabled,
-        httpx.HTTPError,
-        OSError,
-        ValueError,
-    ) as error:
+    except (DatasetsError, ValueError, *sources.hub_faults()) as error:
         raise DataError(
             f"{config.location} at {config.revision}, split {config.hub_split!r}, cannot be read: "
             f"{' '.join(str(error).split())[:300]}",

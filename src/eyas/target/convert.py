@@ -48,7 +48,7 @@ def gguf_to_folder(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         _drop_loader_keys(folder / name)
-    for path in folder.iterdir():
+    for path in filter(Path.is_file, folder.iterdir()):
         path.chmod(0o644)
         fs.fsync_file(path)
 

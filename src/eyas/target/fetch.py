@@ -97,27 +97,33 @@ def _from_directory(config: TargetConfig, part: Path) -> None:
 
 
 def _from_hub(config: TargetConfig, part: Path) -> None:
-    import httpx
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     part.mkdir(parents=True, exist_ok=True)
-    allow = [f"*{suffix}" for suffix in KEPT_SUFFIXES]
-    ignore = ["*/*", DUPLICATES]
     try:
         info = HfApi().model_info(config.location, revision=config.revision, files_metadata=True)
-        wanted = [s for s in info.siblings or [] if _is_wanted(s.rfilename)]
+        wanted = [sibling for sibling in info.siblings or [] if _is_wanted(sibling.rfilename)]
         there = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
-        _require_space(part, sum(s.size or 0 for s in wanted) - there)
+        _require_space(part, sum(sibling.size or 0 for sibling in wanted) - there)
         snapshot_download(
-            config.location, revision=config.revision, local_dir=part, allow_patterns=allow, ignore_patterns=ignore
+            config.location,
+            revision=config.revision,
+            local_dir=part,
+            allow_patterns=[f"*{suffix}" for suffix in KEPT_SUFFIXES],
+            ignore_patterns=["*/*", DUPLICATES],
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.HTTPError) as error:
+    except sources.hub_faults() as error:
+        if isinstance(error, OSError) and error.errno in fs.FULL:
+            raise
         raise TargetError(
             f"{config.location} at {config.revision} cannot be downloaded: {' '.join(str(error).split())[:300]}",
             "check target.location and target.revision; a gated repository needs `hf auth login`; "
             "the same command goes on where this one stopped",
         ) from error
+    for sibling in wanted:  # the client may settle for a part when the connection goes
+        path = part / sibling.rfilename
+        if not path.is_file() or path.stat().st_size != sibling.size:
+            raise TargetError(f"{sibling.rfilename} was not downloaded whole", "run the same command again; it goes on")
 
 
 def _is_wanted(name: str) -> bool:

