@@ -146,11 +146,12 @@ class _BlockCache(Cache):
     """Preallocated keys and values of all layers; ``aim`` says where the next forward writes."""
 
     def __init__(self, num_layers: int, batch_size: int, max_length: int) -> None:
-        super().__init__(layers=[_BlockLayer(batch_size, max_length) for _ in range(num_layers)])
+        self._blocks = [_BlockLayer(batch_size, max_length) for _ in range(num_layers)]
+        super().__init__(layers=list(self._blocks))
 
     def aim(self, row_R: torch.Tensor, position_RJ: torch.Tensor, attended: int) -> None:
         """Set rows and positions to write, and how many positions are attended (0: only the new ones)."""
-        for layer in self.layers:
+        for layer in self._blocks:
             layer.row_R1, layer.position_RJ, layer.attended = row_R[:, None], position_RJ, attended
 
 

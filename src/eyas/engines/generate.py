@@ -37,9 +37,9 @@ def check_request(request: GenerateRequest, vocab_size: int, context: int) -> No
     """Raise ``CaptureError`` for a prompt that is empty, out of vocab, or beyond the context with its answer."""
     if not request.prompt_ids:
         raise CaptureError(f"request {request.request_id}: no prompt tokens, expected at least one")
-    worst = max(request.prompt_ids)
-    if worst >= vocab_size or min(request.prompt_ids) < 0:
-        raise CaptureError(f"request {request.request_id}: token id {worst}, expected 0 to {vocab_size - 1}")
+    low, high = min(request.prompt_ids), max(request.prompt_ids)
+    if low < 0 or high >= vocab_size:
+        raise CaptureError(f"request {request.request_id}: token ids {low} to {high}, expected 0 to {vocab_size - 1}")
     wanted = len(request.prompt_ids) + request.max_new_tokens
     if wanted > context:
         raise CaptureError(
