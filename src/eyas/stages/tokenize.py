@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Sequence
 
@@ -38,10 +39,9 @@ def main(argv: Sequence[str]) -> None:
         tally = Tally(identity.vocab_size)
         outcomes = tokenize(read_conversations(conversations), load, rules, num_workers())
         samples = tally.keep(outcomes)
-        first = next(samples, None)
+        first = list(itertools.islice(samples, 1))
         require_samples(tally)
-        assert first is not None
-        tokens_sha256 = write_tokens(tokens, _chained(first, samples), tally.rejects)
+        tokens_sha256 = write_tokens(tokens, itertools.chain(first, samples), tally.rejects)
         vocab = build_draft_vocab(tally.counts_V, params.tokenize.draft_vocab_size, tally.end_ids)
         vocab.write(draft_vocab)
         report = make_report(
@@ -56,14 +56,9 @@ def main(argv: Sequence[str]) -> None:
     console.emit(report_table(report, len(boundaries) + 1, identity.hidden_size))
 
 
-def _chained(first, rest):
-    yield first
-    yield from rest
-
-
 def num_workers() -> int:
-    """Worker processes from ``EYAS_WORKERS``; 1 uses the tokenizer's own threads."""
-    text = os.environ.get("EYAS_WORKERS", "1")
+    """Worker processes from ``EYAS_WORKERS``; the usable cores, at most 8, when it is not set."""
+    text = os.environ.get("EYAS_WORKERS") or str(min(len(os.sched_getaffinity(0)), 8))
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"EYAS_WORKERS: {text!r}, expected a number from 1")
     return int(text)

@@ -4,9 +4,9 @@
 
     conversations → render → tokenise whole texts → mask → verify → cut to length → samples and rejects
 
-With one worker the tokenizer's own threads do the parallel part. With more, fresh processes (never
-forked ones, whose tokenizer threads could deadlock) work on chunks; results keep the order of the
-input and at most two chunks a worker are in memory.
+Few conversations are worked on in this process, where the tokenizer's own threads do the parallel part.
+Many go in chunks to fresh processes (never forked ones, whose tokenizer threads could deadlock). Results
+keep the order of the input either way, and at most two chunks a worker are in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ from eyas.tokens.dataset import Reject, make_sample
 from eyas.tokens.render import RejectError, Rendered
 
 CHUNK_CONVERSATIONS = 128
+FEW_CONVERSATIONS = 2000
+"""Up to so many, starting processes would take longer than the work."""
 CHUNK_TIMEOUT_S = 900.0
 MIN_TOKENS = 3
 """Shorter samples have no row whose next token but one is known."""
@@ -65,13 +67,15 @@ def tokenize(
         conversations: Consumed as they are needed.
         load_tokenizer: Called once in every process; must pickle when there are several.
         rules: Limits and ids of the target.
-        num_workers: Processes; 1 works in this one.
+        num_workers: Processes for many conversations; 1 works in this one.
 
     Raises:
         DataError: The tokenizer does not fit the model, or a worker died or stalled.
     """
-    chunks = _chunks(conversations)
-    if num_workers == 1:
+    iterator = iter(conversations)
+    first = list(islice(iterator, FEW_CONVERSATIONS + 1))
+    chunks = _chunks(chain(first, iterator))
+    if num_workers == 1 or len(first) <= FEW_CONVERSATIONS:
         tokenizer = load_tokenizer()
         for chunk in chunks:
             yield from tokenize_chunk(tokenizer, chunk, rules)
@@ -221,8 +225,10 @@ def _in_processes(
                 yield from _result(*waiting.popleft())
         while waiting:
             yield from _result(*waiting.popleft())
-    finally:
+    except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 def _result(chunk: list[Conversation], future: concurrent.futures.Future) -> list[Outcome]:
