@@ -4,12 +4,13 @@
     loss = sum over k of decay^k L_k                                       (weights are not normalised)
 
 Row t at step k has its teacher at position u = t+k+1, so the steps share the teacher: a chunk of
-positions u takes its distribution once, then every step aligns its rows to those positions. The
-gradient of the hidden states is made in the same pass, so nothing of width W outlives a chunk. Softmax,
-log-softmax, KL and their gradients are float32 (float64 when the model is).
+positions u takes its distribution once, and the rows of all steps are aligned to those positions. The
+gradient of the hidden states, q - p, is made in the same pass, so nothing of width W outlives a chunk. The
+gradient needs no loss value: losses and hits are measured only when asked for, which saves a quarter of
+the work at width W. Softmax, log-softmax, KL and their gradients are float32 (float64 when the model is).
 
-Letters: R rows of a step, C teacher positions of a chunk, U teacher positions, S steps, N rows of all
-steps, E drafter hidden, D target hidden, W draft vocab.
+Letters: R rows of a step, C teacher positions of a chunk, S steps, X = S C, N rows of all steps, E drafter
+hidden, D target hidden, W draft vocab.
 """
 
 from __future__ import annotations
@@ -26,17 +27,16 @@ from eyas.drafter.model import Drafter
 from eyas.drafter.rows import Pack
 from eyas.drafter.ttt import unroll
 
-CHUNK_LOGITS = 1 << 22
-"""Logits of one chunk (16 MiB in float32); three such tensors live at a time."""
+CHUNK_LOGITS = 1 << 24
+"""Logits of one chunk, teacher and all steps together: 64 MiB in float32."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What one pack's loss consists of; everything but ``total`` is detached."""
+class Measured:
+    """What one pack's loss consists of, per step; detached."""
 
-    total: torch.Tensor
     losses_S: torch.Tensor
-    """Mean KL per step; 0 where no row trains."""
+    """Mean KL; 0 where no row trains."""
     num_trained_S: torch.Tensor
     num_hits_S: torch.Tensor
     """Trained rows whose draft argmax is the teacher's argmax over the draft vocab."""
@@ -45,87 +45,113 @@ class Report:
     num_chain_hits_S: torch.Tensor
     """Those that hit here too: over ``num_chained_S`` this is alpha_k."""
 
+    def total(self, step_decay: float) -> float:
+        """The loss that was minimised."""
+        return sum(step_decay**k * loss for k, loss in enumerate(self.losses_S.tolist()))
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Teacher positions of one chunk, and which row of each step belongs to each of them."""
 
     positions_C: torch.Tensor
-    rows: tuple[torch.Tensor, ...]
-    """Per step the index [C] into the step's rows; 0 where there is none, with weight 0."""
-    weights: tuple[torch.Tensor, ...]
-    """Per step the weight [C] of the row: 1 / trained rows, or 0."""
+    rows_X: torch.Tensor
+    """Index into the rows of all steps, step by step; 0 where there is none, with weight 0."""
+    weights_X: torch.Tensor
+    """Float64: step weight / trained rows of the step, or 0."""
 
 
-def plan_chunks(pack: Pack, num_steps: int, size: int) -> list[Chunk]:
-    """Cut the teacher positions that some training row needs into chunks of ``size``."""
-    T = len(pack.ids_T)
-    row_at = torch.full((num_steps, T + 1), -1, device=pack.rows_R.device)
-    for k in range(num_steps):
+def plan_chunks(pack: Pack, step_weights: Sequence[float], size: int) -> list[Chunk]:
+    """Cut the teacher positions that some training row needs into chunks of ``size``.
+
+    Args:
+        pack: Documents and rows.
+        step_weights: Weight of each step's mean loss.
+        size: Most positions of a chunk.
+    """
+    S, T = len(step_weights), len(pack.ids_T)
+    row_at_ST = torch.full((S, T + 1), -1, device=pack.rows_R.device)
+    first = 0
+    for k in range(S):
         trains_R = pack.trains_RS[: pack.num_rows[k], k].nonzero()[:, 0]
-        row_at[k, pack.rows_R[trains_R] + k + 1] = trains_R
-    positions_U = (row_at >= 0).any(0).nonzero()[:, 0]
-    counts = [max(1, int(pack.trains_RS[:, k].sum())) for k in range(num_steps)]
+        row_at_ST[k, pack.rows_R[trains_R] + k + 1] = trains_R + first
+        first += pack.num_rows[k]
+    counts_S = pack.trains_RS[:, :S].sum(0).clamp_min(1)
+    scale_S1 = (row_at_ST.new_tensor(step_weights, dtype=torch.float64) / counts_S)[:, None]
     chunks = []
-    for positions_C in positions_U.split(size):
-        rows_SC = row_at[:, positions_C]
-        weights = tuple((rows_SC[k] >= 0).double() / counts[k] for k in range(num_steps))
-        chunks.append(Chunk(positions_C, tuple(rows_SC.clamp_min(0)), weights))
+    for positions_C in (row_at_ST >= 0).any(0).nonzero()[:, 0].split(size):
+        rows_SC = row_at_ST[:, positions_C]
+        weights_SC = (rows_SC >= 0) * scale_S1
+        chunks.append(Chunk(positions_C, rows_SC.clamp_min(0).flatten(), weights_SC.flatten()))
     return chunks
 
 
-class _HeadLoss(torch.autograd.Function):
-    """(chunks, last_TD, teacher head, step weights, hits_RS, draft head, hidden of each step) → (total, losses_S).
+@dataclass
+class Sums:
+    """Filled by the forward pass when measuring."""
 
-    Fills ``hits_RS`` in place. The gradient is ready when the forward pass ends.
+    losses_N: torch.Tensor
+    """KL of each row of all steps; 0 where it does not train."""
+    hits_N: torch.Tensor
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Loss of hidden states [N,E] of all steps; the gradient is ready when the forward pass ends.
+
+    The value returned is 0: only its gradient means anything. ``sums`` takes the values when given.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
+        hidden_NE: torch.Tensor,
+        head_WE: torch.Tensor,
         chunks: Sequence[Chunk],
         last_TD: torch.Tensor,
         teacher_WD: torch.Tensor,
-        step_weights: Sequence[float],
-        hits_RS: torch.Tensor | None,
-        head_WE: torch.Tensor,
-        *hidden: torch.Tensor,
-    ) -> Any:
-        losses_S = head_WE.new_zeros(len(hidden))
-        grads = [torch.zeros_like(hidden_RE) for hidden_RE in hidden]
-        grad_head_WE = torch.zeros_like(head_WE) if ctx.needs_input_grad[5] else None
+        sums: Sums | None,
+    ) -> torch.Tensor:
+        grad_NE = torch.zeros_like(hidden_NE)
+        grad_head_WE = torch.zeros_like(head_WE) if ctx.needs_input_grad[1] else None
         for chunk in chunks:
-            last_CD = last_TD[chunk.positions_C].to(head_WE.dtype)
-            log_p_CW = F.log_softmax(F.linear(last_CD, teacher_WD), -1)
-            minus_p_CW = log_p_CW.exp().neg_()
-            entropy_C = torch.linalg.vecdot(minus_p_CW, log_p_CW)
-            top_C1 = log_p_CW.argmax(-1, keepdim=True) if hits_RS is not None else None
-            del log_p_CW
-            for k, hidden_RE in enumerate(hidden):
-                rows_C, weights_C = chunk.rows[k], chunk.weights[k].to(head_WE.dtype)
-                hidden_CE = hidden_RE[rows_C]
-                log_q_CW = F.log_softmax(F.linear(hidden_CE, head_WE), -1)
-                losses_S[k] += ((torch.linalg.vecdot(minus_p_CW, log_q_CW) - entropy_C) * weights_C).sum()
-                if hits_RS is not None and top_C1 is not None:
-                    hit_C = log_q_CW.gather(1, top_C1)[:, 0] >= log_q_CW.amax(-1)
-                    trained_C = weights_C > 0
-                    hits_RS[rows_C[trained_C], k] = hit_C[trained_C]
-                # d KL / d logits = q - p, before the row's weight
-                grad_CW = torch.ops.aten._log_softmax_backward_data(minus_p_CW, log_q_CW, -1, head_WE.dtype)
-                scaled_C1 = (weights_C * step_weights[k])[:, None]
-                grads[k].index_add_(0, rows_C, grad_CW @ head_WE * scaled_C1)
-                if grad_head_WE is not None:
-                    grad_head_WE.addmm_(grad_CW.t(), hidden_CE * scaled_C1)
-        ctx.save_for_backward(*grads)
+            C, W = len(chunk.positions_C), len(head_WE)
+            teacher_CW = F.linear(last_TD[chunk.positions_C].to(head_WE.dtype), teacher_WD)
+            hidden_XE = hidden_NE[chunk.rows_X]
+            logits_XW = F.linear(hidden_XE, head_WE)
+            if sums is not None:
+                _measure(sums, chunk, teacher_CW, logits_XW)
+            p_CW = teacher_CW.softmax(-1)
+            # d KL / d logits = q - p, before the row's weight
+            grad_XW = logits_XW.softmax(-1)
+            del logits_XW, teacher_CW
+            grad_XW.view(-1, C, W).sub_(p_CW)
+            weights_X1 = chunk.weights_X.to(head_WE.dtype)[:, None]
+            grad_NE.index_add_(0, chunk.rows_X, (grad_XW @ head_WE).mul_(weights_X1))
+            if grad_head_WE is not None:
+                grad_head_WE.addmm_(grad_XW.t(), hidden_XE * weights_X1)
+        ctx.save_for_backward(grad_NE)
         ctx.grad_head_WE = grad_head_WE
-        ctx.mark_non_differentiable(losses_S)
-        return (losses_S * losses_S.new_tensor(step_weights)).sum(), losses_S
+        return hidden_NE.new_zeros(())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: torch.Tensor, _: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_total: torch.Tensor) -> Any:  # type: ignore[override]
+        (grad_NE,) = ctx.saved_tensors
         grad_head_WE = None if ctx.grad_head_WE is None else ctx.grad_head_WE * grad_total
-        return None, None, None, None, None, grad_head_WE, *(grad * grad_total for grad in ctx.saved_tensors)
+        return grad_NE * grad_total, grad_head_WE, None, None, None, None
+
+
+def _measure(sums: Sums, chunk: Chunk, teacher_CW: torch.Tensor, logits_XW: torch.Tensor) -> None:
+    """KL and hit of every training row of a chunk."""
+    C, W = teacher_CW.shape
+    log_p_CW = F.log_softmax(teacher_CW, -1)
+    log_q_SCW = F.log_softmax(logits_XW, -1).view(-1, C, W)
+    p_CW = log_p_CW.exp()
+    kl_SC = torch.linalg.vecdot(p_CW, log_p_CW) - torch.linalg.vecdot(p_CW, log_q_SCW)
+    hit_SC = log_q_SCW.argmax(-1) == log_p_CW.argmax(-1)
+    trains_X = chunk.weights_X > 0
+    rows_Y = chunk.rows_X[trains_X]
+    sums.losses_N[rows_Y], sums.hits_N[rows_Y] = kl_SC.flatten()[trains_X], hit_SC.flatten()[trains_X]
 
 
 def ttt_loss(
@@ -134,9 +160,9 @@ def ttt_loss(
     teacher_WD: torch.Tensor,
     step_decay: float,
     ttt_steps: int | None = None,
-    count_hits: bool = True,
-) -> Report:
-    """Unroll a pack and take its loss.
+    measure: bool = True,
+) -> tuple[torch.Tensor, Measured | None]:
+    """Unroll a pack and make its loss.
 
     Args:
         drafter: The model; ``lm_head`` gets a gradient when it requires one.
@@ -144,25 +170,49 @@ def ttt_loss(
         teacher_WD: The target head's rows of the draft vocab, in the model's dtype.
         step_decay: Weight of step k is ``step_decay ** k``.
         ttt_steps: Steps to unroll; all of the pack's by default.
-        count_hits: Fill the hit counts; they stay 0 otherwise, which saves two passes over the logits.
+        measure: Take the loss values and hits too.
+
+    Returns:
+        A scalar whose ``backward`` gives the loss's gradients (its own value is 0), and the values.
     """
     hidden = unroll(drafter, pack, ttt_steps)
-    num_steps = len(hidden)
-    hits_RS = torch.zeros_like(pack.trains_RS[:, :num_steps]) if count_hits else None
-    chunks = plan_chunks(pack, num_steps, max(1, CHUNK_LOGITS // teacher_WD.shape[0]))
-    weights = [step_decay**k for k in range(num_steps)]
-    total, losses_S = _HeadLoss.apply(  # type: ignore[misc]
-        chunks, pack.last_TD, teacher_WD, weights, hits_RS, drafter.lm_head.weight, *hidden
-    )
-    trains_RS = pack.trains_RS[:, :num_steps]
-    if hits_RS is None:
-        hits_RS = torch.zeros_like(trains_RS)
+    weights = [step_decay**k for k in range(len(hidden))]
+    return head_loss(hidden, drafter.lm_head.weight, pack, teacher_WD, weights, measure)
+
+
+def head_loss(
+    hidden: Sequence[torch.Tensor],
+    head_WE: torch.Tensor,
+    pack: Pack,
+    teacher_WD: torch.Tensor,
+    step_weights: Sequence[float],
+    measure: bool,
+) -> tuple[torch.Tensor, Measured | None]:
+    """Loss of ``unroll``'s outputs with given step weights; see ``ttt_loss``."""
+    hidden_NE = torch.cat(list(hidden))
+    size = max(1, CHUNK_LOGITS // (len(head_WE) * (len(hidden) + 1)))
+    chunks = plan_chunks(pack, step_weights, size)
+    sums = None
+    if measure:
+        losses_N = hidden_NE.new_zeros(len(hidden_NE), requires_grad=False)
+        sums = Sums(losses_N, torch.zeros_like(losses_N, dtype=torch.bool))
+    total = _HeadLoss.apply(hidden_NE, head_WE, chunks, pack.last_TD, teacher_WD, sums)
+    return total, _summed(sums, pack, [len(h) for h in hidden]) if sums else None
+
+
+def _summed(sums: Sums, pack: Pack, num_rows: Sequence[int]) -> Measured:
+    """Per-step sums of per-row values."""
+    trains_RS = pack.trains_RS[:, : len(num_rows)]
+    losses_S = torch.stack([part.sum() for part in sums.losses_N.split(list(num_rows))])
+    hits_RS = torch.zeros_like(trains_RS)
+    for k, part in enumerate(sums.hits_N.split(list(num_rows))):
+        hits_RS[: len(part), k] = part
     chain_RS = (trains_RS & hits_RS).int().cumprod(1).bool()
     before_RS = torch.cat([torch.ones_like(trains_RS[:, :1]), chain_RS[:, :-1]], 1)
-    return Report(
-        total=total,
-        losses_S=losses_S.detach(),
-        num_trained_S=trains_RS.sum(0),
+    num_trained_S = trains_RS.sum(0)
+    return Measured(
+        losses_S=losses_S / num_trained_S.clamp_min(1),
+        num_trained_S=num_trained_S,
         num_hits_S=(trains_RS & hits_RS).sum(0),
         num_chained_S=(trains_RS & before_RS).sum(0),
         num_chain_hits_S=chain_RS.sum(0),

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from eyas.drafter.loss import Report
+from eyas.drafter.loss import Measured
 
 DIGITS = 6
 
@@ -25,15 +25,15 @@ class Window:
         self._sums: dict[str, dict[str, float]] = {name: {} for name in SUMS}
         self._sums["pairs"] = {"oov": 0, "all": 0}
 
-    def add(self, report: Report, num_oov: int) -> None:
-        """Count one optimizer step."""
-        trained = report.num_trained_S.tolist()
+    def add(self, measured: Measured, num_oov: int) -> None:
+        """Count one measured step."""
+        trained = measured.num_trained_S.tolist()
         values = (
-            [loss * count for loss, count in zip(report.losses_S.tolist(), trained, strict=True)],
+            [loss * count for loss, count in zip(measured.losses_S.tolist(), trained, strict=True)],
             trained,
-            report.num_hits_S.tolist(),
-            report.num_chained_S.tolist(),
-            report.num_chain_hits_S.tolist(),
+            measured.num_hits_S.tolist(),
+            measured.num_chained_S.tolist(),
+            measured.num_chain_hits_S.tolist(),
         )
         for name, per_step in zip(SUMS, values, strict=True):
             for k, value in enumerate(per_step):

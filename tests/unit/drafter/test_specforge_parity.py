@@ -90,15 +90,13 @@ def test_loss_and_gradients_equal_the_peer(case):
     num_positions = len(pack.ids_T)
     shares = [count / num_positions for count in pack.num_trained]
     weights = [decay**k * share for k, share in enumerate(shares)]
-    total, kl_S = loss._HeadLoss.apply(
-        loss.plan_chunks(pack, steps, 64), pack.last_TD, head_VD[target_ids], weights, None, drafter.lm_head.weight, *hidden
-    )
+    total, report = loss.head_loss(hidden, drafter.lm_head.weight, pack, head_VD[target_ids], weights, measure=True)
     total.backward()
 
     log_p_TW = torch.log_softmax(pack.last_TD @ head_VD[target_ids].T, -1)
     entropy_T = -(log_p_TW.exp() * log_p_TW).sum(-1)
     plosses = []
-    for k, kl in enumerate(kl_S.tolist()):
+    for k, kl in enumerate(report.losses_S.tolist()):
         rows = pack.rows_R[: pack.num_rows[k]][pack.trains_RS[: pack.num_rows[k], k]]
         plosses.append(kl * shares[k] + float(entropy_T[rows + k + 1].sum()) / num_positions)
     assert plosses == pytest.approx(expected["plosses"], abs=1e-5)
