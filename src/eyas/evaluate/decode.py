@@ -78,7 +78,6 @@ class _Rows:
     """Tokens of the rows of one batch: what is known, what is new, what is finished."""
 
     prompts: Sequence[Prompt]
-    batch_size: int
     max_new_tokens: int
     eos_ids: frozenset[int]
     new: list[list[int]] = field(init=False)
@@ -102,14 +101,12 @@ class _Rows:
         return len(self.new[row]) - before
 
     def last_B(self) -> torch.Tensor:
-        """Each row's last known token; rows beyond the prompts repeat the first row."""
-        tokens = [new[-1] for new in self.new]
-        return torch.tensor(tokens + tokens[:1] * (self.batch_size - len(tokens)))
+        """Each row's last known token."""
+        return torch.tensor([new[-1] for new in self.new])
 
     def start_B(self) -> torch.Tensor:
         """Position of each row's last known token, which the next forward writes."""
-        starts = [len(p.ids) + len(new) - 1 for p, new in zip(self.prompts, self.new, strict=True)]
-        return torch.tensor(starts + starts[:1] * (self.batch_size - len(starts)))
+        return torch.tensor([len(p.ids) + len(new) - 1 for p, new in zip(self.prompts, self.new, strict=True)])
 
     @property
     def live(self) -> list[int]:
@@ -128,24 +125,24 @@ def decode_batch(
     eos_ids: Sequence[int],
     times: DecodeTimes,
 ) -> list[Decoded]:
-    """Decode up to B prompts speculatively and plainly and compare them token for token.
+    """Decode B prompts speculatively and plainly and compare them token for token.
 
     Raises:
         EvaluateError: The two differ; names the prompt, the place, both tokens and their logit gap.
     """
-    padded = [p.ids for p in prompts] + [prompts[0].ids] * (decoder.batch_size - len(prompts))
-    prefill = decoder.prefill(padded)
+    assert len(prompts) == decoder.batch_size
+    prefill = decoder.prefill([p.ids for p in prompts])
     assert prefill.aux_RPAD is not None
     first_B = prefill.logits_RV.argmax(-1)
 
     def rows() -> _Rows:
-        fresh = _Rows(prompts, decoder.batch_size, max_new_tokens, frozenset(eos_ids))
+        fresh = _Rows(prompts, max_new_tokens, frozenset(eos_ids))
         for row in range(len(prompts)):
             fresh.take(row, [int(first_B[row])])
         return fresh
 
     chain = make_chain(decoder.batch_size, decoder.max_length)
-    chain.extend(prefill.aux_RPAD, *_prompt_rows(padded, first_B))
+    chain.extend(prefill.aux_RPAD, *_prompt_rows([p.ids for p in prompts], first_B))
     started_s = time.perf_counter()
     speculative = _speculate(decoder, chain, rows())
     middle_s = time.perf_counter()
@@ -217,7 +214,15 @@ def _require_equal(prompt: Prompt, plain: Sequence[int], speculative: Sequence[i
 
 
 def batches(prompts: Sequence[Prompt], num_new_tokens: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """Indices of the prompts of each batch: answers of like length together, so that rows end together."""
-    order = sorted(range(len(prompts)), key=lambda i: (-num_new_tokens[i], len(prompts[i].ids), prompts[i].sample_id))
-    for begin in range(0, len(order), batch_size):
-        yield order[begin : begin + batch_size]
+    """Indices of the prompts of each batch: even batches of one prompt set, at most ``batch_size`` each.
+
+    A set's prompts are of like length, which saves padding; answers of like length go together, so that the
+    rows of a batch end together.
+    """
+    for source in sorted({p.source for p in prompts}):
+        members = [i for i, p in enumerate(prompts) if p.source == source]
+        members.sort(key=lambda i: (-num_new_tokens[i], len(prompts[i].ids), prompts[i].sample_id))
+        num_batches = -(-len(members) // batch_size)
+        even = -(-len(members) // num_batches)
+        for begin in range(0, len(members), even):
+            yield members[begin : begin + even]

@@ -193,15 +193,14 @@ def decode_all(
     """
     times, decoded = DecodeTimes(), {}
     progress = console.Progress("evaluate decodes", len(prompts), unit="prompts")
-    batch_size = min(config.batch_size, len(prompts))
-    for batch in batches(prompts, [min(len(a), config.max_new_tokens) for a in answers], batch_size):
+    for batch in batches(prompts, [min(len(a), config.max_new_tokens) for a in answers], config.batch_size):
         longest = max(len(prompts[i].ids) for i in batch)
         decoder = BlockDecoder(
-            model, batch_size, longest + config.max_new_tokens + config.chain_length, meta.boundaries
+            model, len(batch), longest + config.max_new_tokens + config.chain_length, meta.boundaries
         )
         results = decode_batch(
             decoder,
-            lambda rows, length: DraftChain(drafter, config.chain_length, rows, length),
+            lambda batch_size, max_length: DraftChain(drafter, config.chain_length, batch_size, max_length),
             [prompts[i] for i in batch],
             chain_length=config.chain_length,
             max_new_tokens=config.max_new_tokens,

@@ -16,7 +16,7 @@ from eyas import fs
 from eyas.canonical import digest
 from eyas.config import ExportConfig
 from eyas.contracts import CheckpointMeta, ExportMeta, TargetIdentity
-from eyas.engines.boundaries import layer_ids as translate
+from eyas.engines import boundaries
 from eyas.export import compare
 from eyas.export.card import model_card
 from eyas.export.check import CONFIG_FILE, read_checked, refuse_unservable
@@ -43,11 +43,11 @@ def export(
 
     Raises:
         ExportError: A server could not load it as what was trained. Nothing is published.
-        ConfigError: The boundaries cannot be asked of a server for this target.
+        PlanError: The boundaries cannot be asked of a server for this target.
     """
     shape = meta.shape
     refuse_unservable(shape)
-    ids = {server: tuple(translate(server, target, meta.boundaries)) for server in config.servers}
+    ids = {server: _layer_ids(server, meta, target) for server in config.servers}
     tensors = compare.drafter_tensors(drafter)
     difference = 0.0
     with fs.atomic_dir(folder) as part:
@@ -68,6 +68,11 @@ def export(
         )
         fs.write_record(part / RECORD_FILE, record)
     return record
+
+
+def _layer_ids(server: str, meta: CheckpointMeta, target: TargetIdentity) -> tuple[int, ...]:
+    spelling = "sglang" if server == "sglang" else "vllm"
+    return boundaries.layer_ids(meta.boundaries, spelling, model_type=target.model_type, num_layers=target.num_layers)
 
 
 def _write_server(

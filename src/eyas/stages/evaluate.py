@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+
+import torch
 
 from eyas import config, console, fs
 from eyas.contracts import ShardManifest, TargetIdentity
+from eyas.drafter.init import init_drafter
+from eyas.errors import EvaluateError
 from eyas.evaluate import report
 from eyas.evaluate.judge import judge
 from eyas.shards.reader import ShardReader
@@ -14,8 +19,10 @@ from eyas.target import locate
 from eyas.target.load import load_model, read_ends
 from eyas.tokens.draft_vocab import DraftVocab
 from eyas.train.checkpoint import load_drafter
+from eyas.train.data import calibration_slice
 
 NAMES = ("TARGET_JSON", "DRAFT_VOCAB", "STATES", "MANIFEST", "DRAFTER", "REPORT")
+RETRAIN = "`dvc repro train`"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -26,13 +33,18 @@ def main(argv: Sequence[str]) -> None:
         target = fs.read_record(TargetIdentity, target_path)
         folder = locate.ensure(target, params.target)
         ends = read_ends(folder)
+        scale_D = ends.final_norm_D.float() + target.final_norm.weight_offset
+        ends = dataclasses.replace(ends, final_norm_D=scale_D)  # as it multiplies: what the drafter starts from
         drafter, meta = load_drafter(drafter_path, ends.embedding_VD)
         reader = ShardReader(states_path, fs.read_record(ShardManifest, manifest_path))
+        vocab = DraftVocab.read(vocab_path)
+        if not (torch.equal(vocab.d2t_W, drafter.d2t) and torch.equal(vocab.t2d_V, drafter.t2d)):
+            raise EvaluateError(f"{drafter_path} was trained with another draft vocab than {vocab_path}", RETRAIN)
         result, facts = judge(
             drafter=drafter,
+            untrained=init_drafter(meta.shape, ends, vocab.d2t_W, vocab.t2d_V, calibration_slice(reader), meta.seed),
             meta=meta,
             ends=ends,
-            vocab=DraftVocab.read(vocab_path),
             reader=reader,
             target=target,
             load_target=lambda: load_model(folder, params.evaluate.dtype, "cpu", params.target.trust_remote_code),

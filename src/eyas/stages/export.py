@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from eyas import config, console, fs
 from eyas.contracts import TargetIdentity
 from eyas.errors import ExportError
@@ -31,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
                 f"{drafter_path} was trained for target {meta.target[:16]}, {target_path} is {target.digest[:16]}",
                 "`dvc repro export`",
             )
-        if not bool((drafter.d2t.cpu() == vocab.d2t_W).all()):
+        if not (torch.equal(vocab.d2t_W, drafter.d2t) and torch.equal(vocab.t2d_V, drafter.t2d)):
             raise ExportError(
                 f"{drafter_path} was trained with another draft vocab than {vocab_path}", "`dvc repro export`"
             )

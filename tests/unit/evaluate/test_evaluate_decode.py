@@ -81,11 +81,11 @@ class TableChain:
 def run(target: LlamaForCausalLM, prompts: list[Prompt], wrong: list[set[int]], eos: Sequence[int] = ()) -> list:
     texts = [[*p.ids, *greedy(target, p.ids, LIMIT, eos)] for p in prompts]
     longest = max(len(p.ids) for p in prompts)
-    decoder = BlockDecoder(target, len(prompts) + 1, longest + LIMIT + CHAIN, boundaries=BOUNDARIES)
+    decoder = BlockDecoder(target, len(prompts), longest + LIMIT + CHAIN, boundaries=BOUNDARIES)
 
     def chain(batch_size: int, max_length: int) -> TableChain:
-        assert batch_size == len(prompts) + 1
-        return TableChain([*texts, texts[0]], [*wrong, wrong[0]])
+        assert batch_size == len(prompts)
+        return TableChain(texts, wrong)
 
     return decode_batch(
         decoder,
@@ -149,16 +149,16 @@ def test_a_target_that_answers_differently_by_place_is_caught(target, prompts, m
         run(target, prompts, [set()] * 5)
 
 
-def test_batches_put_like_answers_together_and_keep_every_prompt() -> None:
-    prompts = [Prompt(f"{i}", "a", (1,) * (i + 1)) for i in range(7)]
-    found = list(batches(prompts, [5, 90, 7, 90, 1, 3, 128], 3))
-    assert found == [[6, 1, 3], [2, 0, 5], [4]]
+def test_batches_are_even_within_a_set_and_put_like_answers_together() -> None:
+    prompts = [Prompt(f"{i}", "a" if i < 5 else "b", (1,) * (i + 1)) for i in range(7)]
+    found = list(batches(prompts, [5, 90, 7, 90, 1, 3, 128], 4))
+    assert found == [[1, 3, 2], [0, 4], [6, 5]]
 
 
 def test_rows_stop_at_the_limit_and_at_the_end_of_turn() -> None:
-    rows = decode._Rows([Prompt("a", "s", (1,))], 1, 4, frozenset({9}))
+    rows = decode._Rows([Prompt("a", "s", (1,))], 4, frozenset({9}))
     assert rows.take(0, [5, 9, 7]) == 2
     assert rows.finished(0)
-    rows = decode._Rows([Prompt("a", "s", (1,))], 1, 4, frozenset({9}))
+    rows = decode._Rows([Prompt("a", "s", (1,))], 4, frozenset({9}))
     assert rows.take(0, [5, 6, 7, 8, 5]) == 4
     assert rows.finished(0)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from eyas.canonical import canonical_json
 from eyas.config import EvaluateConfig
 from eyas.contracts import (
@@ -31,7 +32,6 @@ from eyas.shards.reader import ShardReader
 from eyas.shards.writer import ShardAssembly
 from eyas.target.load import TargetEnds
 from eyas.tokens.dataset import make_sample
-from transformers import LlamaConfig, LlamaForCausalLM
 
 V, D, BOUNDARIES, LIMIT, CHAIN, EOS = 61, 32, (1, 2, 3), 14, 3, 5
 CONFIG = EvaluateConfig(chain_length=CHAIN, max_new_tokens=LIMIT, dtype="float32", batch_size=4, num_bootstrap=50)
@@ -89,10 +89,10 @@ def reader(model, tmp_path_factory) -> ShardReader:
         assembly = ShardAssembly(planned, capture, D, tokens)
         for place in planned.samples:
             sample = tokens[place.sample_id]
-            ids_1T = torch.tensor([sample.input_ids])
-            output = model(ids_1T, output_hidden_states=True)
+            ids_BT = torch.tensor([sample.input_ids])
+            output = model(ids_BT, output_hidden_states=True)
             aux_TAD = torch.stack([output.hidden_states[b][0] for b in BOUNDARIES], 1).bfloat16()
-            assembly.add(sample.sample_id, ids_1T[0].int(), aux_TAD, output.hidden_states[-1][0].bfloat16())
+            assembly.add(sample.sample_id, ids_BT[0].int(), aux_TAD, output.hidden_states[-1][0].bfloat16())
         entries.append(assembly.write(folder).entry)
     manifest = ShardManifest(
         identity=capture.digest,
