@@ -62,7 +62,8 @@ def engine_version(engine: str) -> str:
     versions = []
     for package in ENGINE_PACKAGES[engine]:
         try:
-            versions.append(f"{package} {importlib.metadata.version(package)}")
+            # The build tag (2.13.0+cpu) is left out: a plan made on one machine is captured on another.
+            versions.append(f"{package} {importlib.metadata.version(package).partition('+')[0]}")
         except importlib.metadata.PackageNotFoundError:
             raise PlanError(f"engine {engine}: package {package} is not installed", "run `make setup`") from None
     return ", ".join(versions) or OWN_VERSION

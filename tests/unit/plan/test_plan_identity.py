@@ -36,7 +36,7 @@ def test_default_boundaries_and_versions_without_importing():
     capture = capture_identity(ExtractConfig(), TARGET, "bfloat16", "tokens")
     assert capture.boundaries == (2, 15, 27)
     assert capture.target == TARGET.digest
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "torch")]
+    versions = [f"{name} {importlib.metadata.version(name).split('+')[0]}" for name in ("transformers", "torch")]
     assert capture.engine_version == ", ".join(versions)
     assert from_plain(CaptureIdentity, to_plain(capture)) == capture
 
