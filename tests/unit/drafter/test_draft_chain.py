@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eyas.drafter.model import Drafter
-from eyas.drafter.rows import Document, pack_documents
-from eyas.drafter.ttt import draft_tokens
 
 from eyas.contracts import DrafterShape
 from eyas.drafter.chain import DraftChain
+from eyas.drafter.model import Drafter
+from eyas.drafter.rows import Document, pack_documents
+from eyas.drafter.ttt import draft_tokens
 
 V, W, D, A, S = 97, 31, 16, 3, 4
 

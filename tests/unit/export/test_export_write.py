@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from eyas.drafter.model import Drafter
-from eyas.drafter.rows import Document, pack_documents
-from eyas.drafter.ttt import draft_tokens, unroll
 from served_drafter import ServedDrafter
 
 from eyas import fs
 from eyas.canonical import digest
 from eyas.config import ExportConfig
 from eyas.contracts import CheckpointMeta, DrafterShape, ExportMeta, FinalNorm, TargetIdentity
+from eyas.drafter.model import Drafter
+from eyas.drafter.rows import Document, pack_documents
+from eyas.drafter.ttt import draft_tokens, unroll
 from eyas.errors import ExportError, EyasError
 from eyas.export import compare, write
 from eyas.export.tensors import read_tensors
