@@ -42,7 +42,7 @@ class Journal:
     def __enter__(self) -> Journal:
         with fs.disk_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._path, "a+b")  # noqa: PTH123 (held open until __exit__)
+            self._file = open(self._path, "a+b")
         self._scan()
         return self
 
