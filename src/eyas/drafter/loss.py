@@ -24,11 +24,26 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from eyas.drafter.model import Drafter
+from eyas.drafter.precision import reduced_dtype
 from eyas.drafter.rows import Pack
 from eyas.drafter.ttt import unroll
 
 CHUNK_LOGITS = 1 << 24
 """Logits of one chunk, teacher and all steps together: 64 MiB in float32."""
+
+
+class Workspace:
+    """Memory that every step uses again: fresh pages cost more than the arithmetic at this width."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, rows: int, columns: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised [rows, columns] that lives until the name is taken again."""
+        memory, size = self._memory.get(name), rows * columns
+        if memory is None or memory.numel() < size or memory.dtype != dtype or memory.device != like.device:
+            self._memory[name] = memory = torch.empty(size, dtype=dtype, device=like.device)
+        return memory[:size].view(rows, columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,26 +124,34 @@ class _HeadLoss(torch.autograd.Function):
         chunks: Sequence[Chunk],
         last_TD: torch.Tensor,
         teacher_WD: torch.Tensor,
+        workspace: Workspace,
         sums: Sums | None,
     ) -> torch.Tensor:
+        W, dtype = len(head_WE), head_WE.dtype
+        product_dtype = reduced_dtype() or dtype
         grad_NE = torch.zeros_like(hidden_NE)
         grad_head_WE = torch.zeros_like(head_WE) if ctx.needs_input_grad[1] else None
+        gradient_head_WE = head_WE.to(product_dtype)
         for chunk in chunks:
-            C, W = len(chunk.positions_C), len(head_WE)
-            teacher_CW = F.linear(last_TD[chunk.positions_C].to(head_WE.dtype), teacher_WD)
+            C, X = len(chunk.positions_C), len(chunk.rows_X)
+            p_CW = workspace.take("teacher", C, W, head_WE, dtype)
+            torch.mm(last_TD[chunk.positions_C].to(dtype), teacher_WD.t(), out=p_CW)
             hidden_XE = hidden_NE[chunk.rows_X]
-            logits_XW = F.linear(hidden_XE, head_WE)
+            q_XW = workspace.take("draft", X, W, head_WE, dtype)
+            torch.mm(hidden_XE, head_WE.t(), out=q_XW)
             if sums is not None:
-                _measure(sums, chunk, teacher_CW, logits_XW)
-            p_CW = teacher_CW.softmax(-1)
+                _measure(sums, chunk, p_CW, q_XW)
+            torch.softmax(p_CW, -1, out=p_CW)
+            torch.softmax(q_XW, -1, out=q_XW)
             # d KL / d logits = q - p, before the row's weight
-            grad_XW = logits_XW.softmax(-1)
-            del logits_XW, teacher_CW
-            grad_XW.view(-1, C, W).sub_(p_CW)
-            weights_X1 = chunk.weights_X.to(head_WE.dtype)[:, None]
-            grad_NE.index_add_(0, chunk.rows_X, (grad_XW @ head_WE).mul_(weights_X1))
+            q_XW.view(-1, C, W).sub_(p_CW)
+            grad_XW = q_XW
+            if product_dtype != dtype:
+                grad_XW = workspace.take("gradient", X, W, head_WE, product_dtype).copy_(q_XW)
+            weights_X1 = chunk.weights_X.to(dtype)[:, None]
+            grad_NE.index_add_(0, chunk.rows_X, (grad_XW @ gradient_head_WE).to(dtype).mul_(weights_X1))
             if grad_head_WE is not None:
-                grad_head_WE.addmm_(grad_XW.t(), hidden_XE * weights_X1)
+                grad_head_WE.addmm_(q_XW.t(), hidden_XE * weights_X1)
         ctx.save_for_backward(grad_NE)
         ctx.grad_head_WE = grad_head_WE
         return hidden_NE.new_zeros(())
@@ -138,7 +161,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_total: torch.Tensor) -> Any:  # type: ignore[override]
         (grad_NE,) = ctx.saved_tensors
         grad_head_WE = None if ctx.grad_head_WE is None else ctx.grad_head_WE * grad_total
-        return grad_NE * grad_total, grad_head_WE, None, None, None, None
+        return grad_NE * grad_total, grad_head_WE, None, None, None, None, None
 
 
 def _measure(sums: Sums, chunk: Chunk, teacher_CW: torch.Tensor, logits_XW: torch.Tensor) -> None:
@@ -161,6 +184,7 @@ def ttt_loss(
     step_decay: float,
     ttt_steps: int | None = None,
     measure: bool = True,
+    workspace: Workspace | None = None,
 ) -> tuple[torch.Tensor, Measured | None]:
     """Unroll a pack and make its loss.
 
@@ -171,13 +195,14 @@ def ttt_loss(
         step_decay: Weight of step k is ``step_decay ** k``.
         ttt_steps: Steps to unroll; all of the pack's by default.
         measure: Take the loss values and hits too.
+        workspace: Memory to use again; keep one per run.
 
     Returns:
         A scalar whose ``backward`` gives the loss's gradients (its own value is 0), and the values.
     """
     hidden = unroll(drafter, pack, ttt_steps)
     weights = [step_decay**k for k in range(len(hidden))]
-    return head_loss(hidden, drafter.lm_head.weight, pack, teacher_WD, weights, measure)
+    return head_loss(hidden, drafter.lm_head.weight, pack, teacher_WD, weights, measure, workspace)
 
 
 def head_loss(
@@ -187,6 +212,7 @@ def head_loss(
     teacher_WD: torch.Tensor,
     step_weights: Sequence[float],
     measure: bool,
+    workspace: Workspace | None = None,
 ) -> tuple[torch.Tensor, Measured | None]:
     """Loss of ``unroll``'s outputs with given step weights; see ``ttt_loss``."""
     hidden_NE = torch.cat(list(hidden))
@@ -196,7 +222,7 @@ def head_loss(
     if measure:
         losses_N = hidden_NE.new_zeros(len(hidden_NE), requires_grad=False)
         sums = Sums(losses_N, torch.zeros_like(losses_N, dtype=torch.bool))
-    total = _HeadLoss.apply(hidden_NE, head_WE, chunks, pack.last_TD, teacher_WD, sums)
+    total = _HeadLoss.apply(hidden_NE, head_WE, chunks, pack.last_TD, teacher_WD, workspace or Workspace(), sums)
     return total, _summed(sums, pack, [len(h) for h in hidden]) if sums else None
 
 

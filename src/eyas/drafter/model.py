@@ -171,21 +171,34 @@ class Drafter(nn.Module):
         rows_RE = F.embedding(ids_R, self.embed_tokens.weight).to(self.fc.weight.dtype)  # type: ignore[arg-type]
         return self.midlayer.input_layernorm(rows_RE)
 
-    def project_embeddings(self, ids_R: torch.Tensor) -> torch.Tensor:
-        """The embedding half of q, k and v [R,N]; one token needs it once for all TTT steps."""
-        return F.linear(self.embed(ids_R), self.midlayer.self_attn.weights_NE()[0])
+    def project_embeddings(self, ids_R: torch.Tensor, weight_NE: torch.Tensor | None = None) -> torch.Tensor:
+        """The embedding half of q, k and v [R,N]; one token needs it once for all TTT steps.
 
-    def project(self, hidden_RE: torch.Tensor, embedded_RN: torch.Tensor, positions_R: torch.Tensor) -> Qkv:
+        Args:
+            ids_R: Tokens.
+            weight_NE: ``weights_NE()[0]``, when the caller has it already.
+        """
+        return F.linear(self.embed(ids_R), self.midlayer.self_attn.weights_NE()[0] if weight_NE is None else weight_NE)
+
+    def project(
+        self,
+        hidden_RE: torch.Tensor,
+        embedded_RN: torch.Tensor,
+        positions_R: torch.Tensor,
+        weight_NE: torch.Tensor | None = None,
+    ) -> Qkv:
         """Rotated queries, keys and values of rows.
 
         Args:
             hidden_RE: Raw hidden states (``fuse``'s, or the last step's output).
             embedded_RN: ``project_embeddings`` of the token each row reads.
             positions_R: Positions in the document, shifted by the TTT step.
+            weight_NE: ``weights_NE()[1]``, when the caller has it already.
         """
         attention = self.midlayer.self_attn
+        weight_NE = attention.weights_NE()[1] if weight_NE is None else weight_NE
         normed_RE = self.midlayer.hidden_norm(hidden_RE)
-        both_RN = F.linear(normed_RE, attention.weights_NE()[1]) + embedded_RN
+        both_RN = F.linear(normed_RE, weight_NE) + embedded_RN
         H, G, K = attention.num_heads, attention.num_key_value_heads, attention.head_dim
         both_RXK = both_RN.view(-1, H + 2 * G, K)
         turned_RXK = rotate(both_RXK[:, : H + G], self.rope(positions_R, both_RN.dtype))

@@ -37,8 +37,9 @@ def unroll(drafter: Drafter, pack: Pack, ttt_steps: int | None = None) -> list[t
         return outputs
     fused_TE = drafter.fuse(pack.aux_TAD)
     # the last token of a document is read by no row of it at step 0, and nothing follows it
-    embedded_TN = drafter.project_embeddings(pack.ids_T)
-    qkv_T = drafter.project(fused_TE, embedded_TN.roll(-1, 0), pack.positions_T)
+    embedding_NE, hidden_NE = (half_NE.contiguous() for half_NE in drafter.midlayer.self_attn.weights_NE())
+    embedded_TN = drafter.project_embeddings(pack.ids_T, embedding_NE)
+    qkv_T = drafter.project(fused_TE, embedded_TN.roll(-1, 0), pack.positions_T, hidden_NE)
     attention = RowAttention(pack, qkv_T)
     hidden_RE = fused_TE[pack.rows_R]
     qkv = Qkv(*(x[pack.rows_R] for x in qkv_T))
@@ -46,7 +47,8 @@ def unroll(drafter: Drafter, pack: Pack, ttt_steps: int | None = None) -> list[t
         rows_R = pack.rows_R[:count]
         hidden_RE = hidden_RE[:count]
         if k:
-            qkv = drafter.project(hidden_RE, embedded_TN[rows_R + k + 1], pack.positions_T[rows_R] + k)
+            positions_R = pack.positions_T[rows_R] + k
+            qkv = drafter.project(hidden_RE, embedded_TN[rows_R + k + 1], positions_R, hidden_NE)
         output_RE = drafter.layer(hidden_RE, qkv, lambda own, k=k: attention(own, k))
         normed_RE, hidden_RE = drafter.finish(output_RE)
         outputs.append(normed_RE)

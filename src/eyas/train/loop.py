@@ -23,7 +23,7 @@ from eyas.batches.loader import Batch, BatchLoader, Reader
 from eyas.batches.order import Cursor
 from eyas.config.schema import TrainConfig
 from eyas.drafter.init import draft_head
-from eyas.drafter.loss import Measured, ttt_loss
+from eyas.drafter.loss import Measured, Workspace, ttt_loss
 from eyas.drafter.model import Drafter
 from eyas.drafter.precision import matmul_dtype
 from eyas.drafter.rows import Pack
@@ -83,7 +83,7 @@ class Trainer:
         ]
         first, second = config.betas
         self._optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(first, second), fused=True)
-        self._window = Window()
+        self._window, self._workspace = Window(), Workspace()
         self._step, self._cursor, self._num_trained_rows = 0, Cursor(), 0
         self._stop_signal = 0
         history = self._restore()
@@ -185,7 +185,9 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         measure = self._measures(self._step)
-        loss, measured = ttt_loss(self.drafter, pack, self._teacher_WD, config.step_decay, measure=measure)
+        loss, measured = ttt_loss(
+            self.drafter, pack, self._teacher_WD, config.step_decay, measure=measure, workspace=self._workspace
+        )
         self._optimizer.zero_grad()
         loss.backward()
         norm = float(torch.nn.utils.clip_grad_norm_([p for _, p in self._named], config.max_grad_norm))

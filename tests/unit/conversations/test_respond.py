@@ -4,11 +4,8 @@ import os
 import signal
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from eyas.config import RespondConfig
 from eyas.contracts import Conversation, FinalNorm, TargetIdentity
@@ -19,43 +16,12 @@ from eyas.conversations.table import conversation_id, read_conversations, write_
 from eyas.engines.registry import make_engine
 from eyas.target.load import load_tokenizer
 
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' and not tools %}{{ raise_exception('a tool speaks, no tools') }}"
-    "{% endif %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
-)
 VOCAB_SIZE, EOS, CONTEXT = 260, 2, 160
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A target's folder: byte tokenizer, chat template, tiny Llama."""
-    path = tmp_path_factory.mktemp("target")
-    names = ["<pad>", "<|start|>", "<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    backend = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<|start|>", eos_token="<|end|>", pad_token="<pad>"
-    )
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(path)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        eos_token_id=EOS,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    for weight in model.parameters():
-        weight.data.mul_(4)
-    model.save_pretrained(path)
-    return path
+@pytest.fixture
+def folder(tiny_target):
+    return tiny_target
 
 
 def identity():
