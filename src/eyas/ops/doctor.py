@@ -5,7 +5,6 @@ Nothing here imports torch: the answer takes a second.
 
 from __future__ import annotations
 
-import configparser
 import contextlib
 import importlib.metadata
 import os
@@ -14,12 +13,14 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from eyas import console, fs
+from eyas.errors import DiskError
+from eyas.plan.budget import HARDLINK_FIX, peak_copies
+from eyas.plan.cache import cache_dir, cache_types, check_links
 
 MINIMUM_FREE_BYTES = 5_000_000_000
 MINIMUM_MEMORY_BYTES = 4 << 30
@@ -134,30 +135,17 @@ def _disk(root: Path) -> Finding:
     return Finding("disk", "found", text)
 
 
-def cache_dir(root: Path) -> Path:
-    """DVC's cache folder as ``.dvc/config`` and ``.dvc/config.local`` name it."""
-    folder = Path("cache")
-    for name in ("config", "config.local"):
-        parser = configparser.ConfigParser()
-        parser.read(root / ".dvc" / name)
-        folder = Path(parser.get("cache", "dir", fallback=os.fspath(folder)).strip("\"'"))
-    return folder if folder.is_absolute() else root / ".dvc" / folder
-
-
 def hardlinks(root: Path) -> Finding:
-    """Whether a file of the workspace can be hardlinked into DVC's cache, by doing it once."""
-    name, cache = "hardlink to the cache", cache_dir(root)
-    holder = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
-    with tempfile.TemporaryDirectory(dir=root, prefix=".probe-") as folder:
-        source, link = Path(folder) / "source", holder / f".probe-{os.getpid()}"
-        source.write_bytes(b"x")
-        try:
-            os.link(source, link)
-        except OSError as error:
-            hint = f"keep the cache on the workspace's own mount: dvc cache dir --local {root.resolve() / '.dvc/cache'}"
-            return Finding(name, "problem", f"{cache}: {error.strerror}", hint)
-        link.unlink()
-    return Finding(name, "found", os.fspath(cache))
+    """Whether DVC commits by links: its types, and one real link into its cache."""
+    name, types = "links to the cache", cache_types(root)
+    try:
+        check_links(root)
+    except DiskError as error:
+        return Finding(name, "problem", error.message, error.hint or "")
+    if types and peak_copies(types) > 1:
+        text = f"cache.type {','.join(types)} copies: every artifact lies on the disk twice"
+        return Finding(name, "problem", text, HARDLINK_FIX)
+    return Finding(name, "found", os.fspath(cache_dir(root)))
 
 
 def _program(name: str, flag: str, hint: str) -> Finding:

@@ -17,7 +17,7 @@ from eyas.errors import DiskError
 HEADER_BYTES_PER_SAMPLE = 1024
 """Allowance for a sample's entries in its shard's header and in the manifest."""
 HEADER_BYTES_PER_SHARD = 4096
-HARDLINK_FIX = "dvc config cache.type reflink,hardlink"
+HARDLINK_FIX = "dvc config cache.type hardlink,reflink"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +58,10 @@ def bytes_per_token(hidden_size: int, num_streams: int) -> int:
 def peak_copies(cache_types: Sequence[str]) -> int:
     """How often DVC's cache type makes the bytes lie on the volume; no types mean no cache.
 
-    ``reflink`` is tried first by DVC and exists on few file systems, so the type after it decides.
+    DVC 3.67 links into its cache only when ``hardlink`` stands first. With ``reflink`` first it copies, and
+    on a file system without reflinks both copies stay; ``reflink`` alone says that the file system has them.
     """
-    deciding = next((kind for kind in cache_types if kind != "reflink"), None)
-    return 1 if deciding in (None, "hardlink") else 2
+    return 1 if not cache_types or cache_types[0] == "hardlink" or tuple(cache_types) == ("reflink",) else 2
 
 
 def budget(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from eyas.config import ExtractConfig, resolve_boundaries
+from eyas.config import ExtractConfig, TargetConfig, resolve_boundaries
 from eyas.contracts import CaptureIdentity, TargetIdentity
 from eyas.errors import PlanError
 
@@ -14,14 +14,14 @@ OWN_VERSION = "1"
 
 
 def capture_identity(
-    extract: ExtractConfig, target: TargetIdentity, run_dtype: str, tokens_sha256: str
+    extract: ExtractConfig, target: TargetIdentity, runs_as: TargetConfig, tokens_sha256: str
 ) -> CaptureIdentity:
     """Build the identity of a capture.
 
     Args:
         extract: Parameters of the capture.
         target: Whose states are captured.
-        run_dtype: Dtype in which the target runs.
+        runs_as: Dtype and device the target runs with; both decide bits.
         tokens_sha256: Content hash of the token dataset.
 
     Raises:
@@ -29,10 +29,10 @@ def capture_identity(
         PlanError: The engine's packages are not installed, or an option has a value without a JSON spelling.
     """
     options = {key: extract.engine_options[key] for key in sorted(extract.engine_options)}
-    if "dtype" in options:
+    own = {"dtype": runs_as.dtype, "device": runs_as.device}
+    for key in sorted(own.keys() & options.keys()):
         raise PlanError(
-            f"extract.engine_options.dtype: {options['dtype']!r}, expected no such key",
-            "set target.dtype in params.yaml",
+            f"extract.engine_options.{key}: {options[key]!r}, expected no such key", f"set target.{key} in params.yaml"
         )
     return CaptureIdentity(
         target=target.digest,
@@ -43,7 +43,7 @@ def capture_identity(
         codec=extract.codec,
         engine=extract.engine,
         engine_version=engine_version(extract.engine),
-        engine_options={"dtype": run_dtype, **options},
+        engine_options={**own, **options},
         image=extract.image,
         shard_bytes=extract.shard_bytes,
         batch_tokens=extract.batch_tokens,

@@ -47,7 +47,9 @@ def main(argv: Sequence[str]) -> None:
             ends=ends,
             reader=reader,
             target=target,
-            load_target=lambda: load_model(folder, params.evaluate.dtype, "cpu", params.target.trust_remote_code),
+            load_target=lambda: load_model(
+                folder, params.evaluate.dtype, params.target.device, params.target.trust_remote_code
+            ),
             config=params.evaluate,
         )
         fs.write_record(out, result)

@@ -12,6 +12,7 @@ from eyas.engines.base import Engine
 from eyas.engines.loop import ExtractLimits, ExtractResult, extract
 from eyas.engines.registry import make_engine
 from eyas.errors import PlanError
+from eyas.plan.cache import cache_types, check_links
 from eyas.plan.identity import capture_identity
 from eyas.stages import common
 from eyas.target.locate import ensure
@@ -31,8 +32,11 @@ def main(argv: Sequence[str]) -> None:
         planned = {sample.sample_id for shard in plan.shards for sample in shard.samples}
         tokens = {sample.sample_id: sample for sample in iter_tokens(tokens_path) if sample.sample_id in planned}
         limits = ExtractLimits(
-            reserve_bytes=params.extract.reserve_bytes, max_failed_samples=params.extract.max_failed_samples
+            reserve_bytes=params.extract.reserve_bytes,
+            max_failed_samples=params.extract.max_failed_samples,
+            cache_types=cache_types(Path.cwd()),
         )
+        check_links(Path.cwd())
         engine = _engine(params, target, plan)
         result = extract(plan, tokens, engine, limits, out=out, manifest_path=manifest_path)
         run.num_tokens, run.work_s = result.num_tokens, result.work_s
@@ -42,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _check_plan(params: Params, target: TargetIdentity, plan: CapturePlan, tokens: Path) -> None:
     """The plan must be of exactly these parameters, this target and these tokens."""
-    capture = capture_identity(params.extract, target, params.target.dtype, read_index(tokens).tokens_sha256)
+    capture = capture_identity(params.extract, target, params.target, read_index(tokens).tokens_sha256)
     if plan.identity != capture.digest:
         raise PlanError(
             f"the plan's capture identity is {plan.identity}, parameters, target and tokens give {capture.digest}",
@@ -57,6 +61,7 @@ def _engine(params: Params, target: TargetIdentity, plan: CapturePlan) -> Engine
         folder=None if params.extract.engine == "fake" else ensure(target, params.target),
         boundaries=plan.capture.boundaries,
         dtype=params.target.dtype,
+        device=params.target.device,
         options=params.extract.engine_options,
         trust_remote_code=params.target.trust_remote_code,
     )

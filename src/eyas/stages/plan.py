@@ -9,6 +9,7 @@ from eyas import config, console, fs
 from eyas.contracts import TargetIdentity
 from eyas.plan.budget import budget, summary
 from eyas.plan.build import build_plan, check_context
+from eyas.plan.cache import cache_types
 from eyas.plan.identity import capture_identity
 from eyas.plan.summary import plan_table
 from eyas.stages import common
@@ -25,12 +26,12 @@ def main(argv: Sequence[str]) -> None:
     with common.stage_run("plan", [target_path, tokens], [plan_path]) as run:
         lengths = read_lengths(tokens)
         check_context(lengths, identity.max_position_embeddings)
-        capture = capture_identity(params.extract, identity, params.target.dtype, read_index(tokens).tokens_sha256)
+        capture = capture_identity(params.extract, identity, params.target, read_index(tokens).tokens_sha256)
         plan = build_plan(lengths, capture, identity.hidden_size)
         fs.write_record(plan_path, plan)
         run.facts = {"identity": plan.identity, "payload_bytes": plan.payload_bytes}
     console.emit(plan_table(plan))
-    found = budget(plan, fs.free_bytes(Path.cwd()), params.extract.reserve_bytes)
+    found = budget(plan, fs.free_bytes(Path.cwd()), params.extract.reserve_bytes, cache_types=cache_types(Path.cwd()))
     verdict = "fits" if found.fits else f"does NOT fit, {found.num_samples_that_fit:,} samples would"
     console.log(f"{summary(found)}: {verdict}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -38,7 +37,6 @@ def main(argv: Sequence[str]) -> None:
 
 def _respond(params: config.Params, target: TargetIdentity, conversations: Path, out: Path) -> RespondSummary:
     folder = ensure(target, params.target)
-    device = os.environ.get("EYAS_DEVICE", "cpu")
     engine = make_engine(
         params.respond.engine,
         target=target,
@@ -46,10 +44,12 @@ def _respond(params: config.Params, target: TargetIdentity, conversations: Path,
         boundaries=(),
         dtype=params.target.dtype,
         batch_size=params.respond.batch_size,
-        device=device,
+        device=params.target.device,
         trust_remote_code=params.target.trust_remote_code,
     )
-    key = digest([target, engine.describe(), device, params.respond.batch_size, params.respond.revision])[:16]
+    key = digest([target, engine.describe(), params.target.device, params.respond.batch_size, params.respond.revision])[
+        :16
+    ]
     path = JOURNALS / f"{key}.jsonl"
     tokenizer = load_tokenizer(folder, params.target.trust_remote_code)
     try:

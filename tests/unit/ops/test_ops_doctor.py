@@ -24,7 +24,7 @@ def test_this_machine_is_described() -> None:
     found = by_name(ROOT)
     assert found["python"].state == "found"
     assert found["git"].value.startswith("git version")
-    assert found["hardlink to the cache"].state == "found"
+    assert found["links to the cache"].state == "found"
     assert not list(ROOT.glob(".probe-*"))
 
 
@@ -59,7 +59,7 @@ def test_cache_on_another_mount_is_a_problem(tmp_path: Path) -> None:
         if other.stat().st_dev == tmp_path.stat().st_dev:
             pytest.skip("one mount")
         (tmp_path / ".dvc").mkdir()
-        (tmp_path / ".dvc/config.local").write_text(f"[cache]\n    dir = {other}\n")
+        (tmp_path / ".dvc/config.local").write_text(f"[cache]\n    type = hardlink\n    dir = {other}\n")
         finding = doctor.hardlinks(tmp_path)
     finally:
         shutil.rmtree(other)

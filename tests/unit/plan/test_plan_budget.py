@@ -49,16 +49,18 @@ def test_what_is_stored_is_not_needed_again():
     assert check_fits(plan, needed // 2 + 10, reserve_bytes=0, done_bytes=needed // 2).needed_bytes <= needed // 2 + 1
 
 
-@pytest.mark.parametrize("types", [("copy",), ("symlink",), ("reflink", "copy"), ("symlink", "hardlink")])
+@pytest.mark.parametrize(
+    "types", [("copy",), ("symlink",), ("reflink", "copy"), ("symlink", "hardlink"), ("reflink", "hardlink")]
+)
 def test_copying_caches_need_the_disk_twice(types):
     """Case 21: payload over half of the free space; the hint names hardlink."""
     plan = big_model_plan()
     free = int(stored_bytes(plan) * 1.5)
-    assert check_fits(plan, free, 0, cache_types=("reflink", "hardlink", "copy")).fits
+    assert check_fits(plan, free, 0, cache_types=("hardlink", "reflink", "copy")).fits
     with pytest.raises(DiskError) as caught:
         check_fits(plan, free, 0, cache_types=types)
     assert "twice" in caught.value.message
-    assert caught.value.hint.endswith("`dvc config cache.type reflink,hardlink`")
+    assert caught.value.hint.endswith("`dvc config cache.type hardlink,reflink`")
     assert check_fits(plan, 2 * stored_bytes(plan), 0, cache_types=types).copies == 2
 
 
@@ -74,7 +76,7 @@ def test_budget_never_counts_below_nothing():
 
 
 def test_no_cache_and_links_count_once():
-    assert [peak_copies(types) for types in ((), ("reflink",), ("hardlink",), ("reflink", "hardlink"))] == [1, 1, 1, 1]
+    assert [peak_copies(types) for types in ((), ("reflink",), ("hardlink",), ("hardlink", "reflink"))] == [1, 1, 1, 1]
 
 
 def test_bytes_per_token_of_kimi():
