@@ -76,7 +76,7 @@ class BlockDecoder:
         self._cache = _BlockCache(len(self._base.layers), batch_size, max_length)
         self._position_L = torch.arange(max_length, device=self._device)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def prefill(
         self, prompts: Sequence[Sequence[int]], rows: Sequence[int] | None = None, length: int | None = None
     ) -> PrefillOutput:
@@ -105,7 +105,7 @@ class BlockDecoder:
         logits_RV = self._head(last_RPD[torch.arange(len(prompts), device=self._device), end_R])
         return PrefillOutput(logits_RV, last_RPD, aux_RPAD)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, ids_BJ: torch.Tensor, start_B: torch.Tensor, attended: int | None = None) -> BlockOutput:
         """Run J tokens per row at positions ``start_B`` and after.
 

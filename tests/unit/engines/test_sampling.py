@@ -1,8 +1,9 @@
 """Sampling against the distribution it should follow."""
 
+import pytest
 import torch
 
-from eyas.engines.sampling import choose, draw_key, uniform
+from eyas.engines.sampling import argmax, choose, draw_key, uniform
 
 
 def test_frequencies_follow_the_softmax():
@@ -41,3 +42,10 @@ def test_draws_at_both_ends_stay_inside_the_mass():
 def test_greedy_rows_ignore_the_draw():
     logits = torch.tensor([[0.0, 1.0, 0.9]] * 2)
     assert choose(logits, [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]) == [1, 0]
+
+
+@pytest.mark.parametrize("vocab", [3, 256, 700, 4096])
+def test_argmax_is_the_first_of_equals(vocab):
+    """bf16 logits have many exact ties: against numpy, whose argmax is the first by definition."""
+    logits = torch.randint(-3, 4, (50, vocab), generator=torch.Generator().manual_seed(vocab)).bfloat16()
+    assert argmax(logits).tolist() == logits.float().numpy().argmax(-1).tolist()
