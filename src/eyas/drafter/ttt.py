@@ -48,7 +48,9 @@ def unroll(drafter: Drafter, pack: Pack, ttt_steps: int | None = None) -> list[t
         hidden_RE = hidden_RE[:count]
         if k:
             positions_R = pack.positions_T[rows_R] + k
-            qkv = drafter.project(hidden_RE, embedded_TN[rows_R + k + 1], positions_R, hidden_NE)
+            qkv = drafter.project(
+                hidden_RE, embedded_TN[(rows_R + k + 1).clamp_max(len(pack.ids_T) - 1)], positions_R, hidden_NE
+            )
         output_RE = drafter.layer(hidden_RE, qkv, lambda own, k=k: attention(own, k))
         normed_RE, hidden_RE = drafter.finish(output_RE)
         outputs.append(normed_RE)
