@@ -59,8 +59,8 @@ def unroll(drafter: Drafter, pack: Pack, ttt_steps: int | None = None) -> list[t
 
 @torch.no_grad()
 def draft_tokens(drafter: Drafter, pack: Pack) -> torch.Tensor:
-    """Greedy draft of every row: target-vocab ids [R,S] of token t+k+2, -1 where the row does not run."""
+    """Greedy draft of every row: target-vocab ids [R,S] of token t+k+2, -1 where the row does not train."""
     ids_RS = torch.full((len(pack.rows_R), len(pack.num_rows)), -1)
     for k, normed_RE in enumerate(unroll(drafter, pack)):
         ids_RS[: len(normed_RE), k] = drafter.target_ids(drafter.logits(normed_RE).argmax(-1))
-    return ids_RS
+    return ids_RS.masked_fill(~pack.trains_RS, -1)

@@ -74,7 +74,8 @@ def packed(drafter, documents, head_VD, steps, mask_oov=True, multiple=1):
     def in_vocab(last):
         return drafter.t2d[teacher_ids(last, head_VD)] if mask_oov else None
 
-    return pack_documents([Document(ids, mask, aux, last, in_vocab(last)) for ids, mask, aux, last in documents], steps)
+    whole = [Document(ids, mask, aux, last, in_vocab(last)) for ids, mask, aux, last in documents]
+    return pack_documents(whole, steps, multiple)
 
 
 def ours(drafter, documents, head_VD, steps, decay=0.8, mask_oov=True, multiple=1):
