@@ -2,7 +2,8 @@
 
 At step k a row sees the step-0 keys of its own document up to itself, and its own keys of steps 1 … k.
 The softmax runs over both together. Nothing of size rows x tokens outlives one block: the forward pass
-keeps the log-sum-exp of each row, the backward pass computes the block's probabilities again.
+keeps the log-sum-exp of each row, the backward pass computes the block's probabilities again. These
+products are small and of ever new sizes, so they stay float32 (``precision`` says what a new size costs).
 
 Letters: T tokens of the pack, R rows, H heads, G key-value heads, P = H / G heads per group, K head
 dim, X rows of one block, Y keys of one block.
@@ -17,6 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from eyas.drafter.model import Qkv
+from eyas.drafter.precision import full_precision
 from eyas.drafter.rows import Pack
 
 BLOCK_SCORES = 1 << 23
@@ -103,13 +105,15 @@ class _Attend(torch.autograd.Function):
     """(blocks, q_RHK, step-0 keys and values [G,T,K], own k and v [R,G,K] of each later step) → [R,H,K]."""
 
     @staticmethod
+    @full_precision
     def forward(ctx: Any, blocks: list[Block], q_RHK: torch.Tensor, keys_GTK: torch.Tensor, *rest: torch.Tensor) -> Any:
         values_GTK, own = rest[0], rest[1:]
         R, H, K = q_RHK.shape
         G, scale = keys_GTK.shape[0], K**-0.5
         q_RGPK = q_RHK.reshape(R, G, H // G, K)
         own_scores = [(q_RGPK * key_RGK[:, :, None]).sum(-1).mul_(scale) for key_RGK in own[::2]]
-        mixed_RHK, lse_RH = torch.empty_like(q_RHK), q_RHK.new_empty(R, H)
+        # rows of no document (padding) mix nothing: their shares are exp(score - inf) = 0
+        mixed_RHK, lse_RH = torch.zeros_like(q_RHK), q_RHK.new_full((R, H), torch.inf)
         for block in blocks:
             rows_X, X = block.rows_X, len(block.rows_X)
             q_GZK = _grouped(q_RHK[rows_X], G)
@@ -132,12 +136,13 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @full_precision
     def backward(ctx: Any, grad_RHK: torch.Tensor) -> Any:  # type: ignore[override]
         q_RHK, keys_GTK, values_GTK, mixed_RHK, lse_RH, *own = ctx.saved_tensors
         R, H, K = q_RHK.shape
         G, scale = keys_GTK.shape[0], ctx.scale
         delta_RH = (grad_RHK * mixed_RHK).sum(-1)
-        grad_q_RHK = torch.empty_like(q_RHK)
+        grad_q_RHK = torch.zeros_like(q_RHK)
         grad_keys_GTK, grad_values_GTK = torch.zeros_like(keys_GTK), torch.zeros_like(values_GTK)
         for block in ctx.blocks:
             rows_X, X, keys = block.rows_X, len(block.rows_X), slice(block.start, block.end)

@@ -76,13 +76,14 @@ class Chunk:
     """Float64: step weight / trained rows of the step, or 0."""
 
 
-def plan_chunks(pack: Pack, step_weights: Sequence[float], size: int) -> list[Chunk]:
+def plan_chunks(pack: Pack, step_weights: Sequence[float], size: int, multiple: int) -> list[Chunk]:
     """Cut the teacher positions that some training row needs into chunks of ``size``.
 
     Args:
         pack: Documents and rows.
         step_weights: Weight of each step's mean loss.
         size: Most positions of a chunk.
+        multiple: Chunks are filled up to a multiple of this, see ``rows.pack_documents``.
     """
     S, T = len(step_weights), len(pack.ids_T)
     row_at_ST = torch.full((S, T + 1), -1, device=pack.rows_R.device)
@@ -94,10 +95,12 @@ def plan_chunks(pack: Pack, step_weights: Sequence[float], size: int) -> list[Ch
     counts_S = pack.trains_RS[:, :S].sum(0).clamp_min(1)
     scale_S1 = (row_at_ST.new_tensor(step_weights, dtype=torch.float64) / counts_S)[:, None]
     chunks = []
-    for positions_C in (row_at_ST >= 0).any(0).nonzero()[:, 0].split(size):
+    for part_C in (row_at_ST >= 0).any(0).nonzero()[:, 0].split(size):
+        # position T has no row: it fills the chunk up and reads the last state, with weight 0
+        positions_C = F.pad(part_C, (0, -len(part_C) % multiple), value=T)
         rows_SC = row_at_ST[:, positions_C]
         weights_SC = (rows_SC >= 0) * scale_S1
-        chunks.append(Chunk(positions_C, rows_SC.clamp_min(0).flatten(), weights_SC.flatten()))
+        chunks.append(Chunk(positions_C.clamp_max(T - 1), rows_SC.clamp_min(0).flatten(), weights_SC.flatten()))
     return chunks
 
 
@@ -216,8 +219,8 @@ def head_loss(
 ) -> tuple[torch.Tensor, Measured | None]:
     """Loss of ``unroll``'s outputs with given step weights; see ``ttt_loss``."""
     hidden_NE = torch.cat(list(hidden))
-    size = max(1, CHUNK_LOGITS // (len(head_WE) * (len(hidden) + 1)))
-    chunks = plan_chunks(pack, step_weights, size)
+    size = max(1, CHUNK_LOGITS // (len(head_WE) * (len(hidden) + 1)) // pack.multiple) * pack.multiple
+    chunks = plan_chunks(pack, step_weights, size, pack.multiple)
     sums = None
     if measure:
         losses_N = hidden_NE.new_zeros(len(hidden_NE), requires_grad=False)

@@ -62,11 +62,13 @@ class Pack:
     rows_R: torch.Tensor
     """Place t of each row in the pack."""
     num_rows: tuple[int, ...]
-    """Rows that run at step k, for every k below S."""
+    """Rows that run at step k, for every k below S; a multiple of ``pack_documents``' argument."""
     trains_RS: torch.Tensor
     """Bool: row trains at step k."""
     num_oov: int
     """(row, step) pairs inside a span that do not train because the teacher's argmax is out of vocab."""
+    multiple: int = 1
+    """Tokens and rows were filled up to a multiple of this."""
 
     @property
     def num_trained(self) -> tuple[int, ...]:
@@ -115,8 +117,15 @@ def _check(document: Document) -> None:
             raise DataError(f"{name} has shape {tuple(tensor.shape)}, expected {T} tokens as in ids_T")
 
 
-def pack_documents(documents: Sequence[Document], ttt_steps: int) -> Pack:
+def pack_documents(documents: Sequence[Document], ttt_steps: int, multiple: int = 1) -> Pack:
     """Lay documents side by side and order the rows that run.
+
+    Args:
+        documents: Whole documents.
+        ttt_steps: S.
+        multiple: Tokens and the rows of each step are filled up to a multiple of this, with padding that no
+            document sees and rows that do not train. A matrix product of a new size costs its library
+            milliseconds and megabytes to prepare, so a trainer wants few sizes.
 
     Raises:
         DataError: A document's tensors disagree in length or rank.
@@ -129,15 +138,32 @@ def pack_documents(documents: Sequence[Document], ttt_steps: int) -> Pack:
     trains_TS = torch.cat([trains for trains, _ in chosen])
     reach_T = (trains_TS * torch.arange(1, ttt_steps + 1)).amax(1)
     order_T = torch.sort(reach_T, descending=True, stable=True).indices
-    rows_R = order_T[: int((reach_T > 0).sum())]
+    num_needed = [int((reach_T > k).sum()) for k in range(ttt_steps)]
+    num_rows = tuple(_filled(count, multiple) for count in num_needed)
+    T, R = len(order_T), num_needed[0]
+    num_padding = _filled(T + (num_rows[0] > R), multiple) - T
+    rows_R = torch.cat([order_T[:R], torch.full((num_rows[0] - R,), T)])
+    trains_RS = torch.zeros(num_rows[0], ttt_steps, dtype=torch.bool)
+    trains_RS[:R] = trains_TS[order_T[:R]]
     return Pack(
-        ids_T=torch.cat([d.ids_T for d in documents]).to(torch.int64),
-        aux_TAD=torch.cat([d.aux_TAD for d in documents]),
-        last_TD=torch.cat([d.last_TD for d in documents]),
-        positions_T=torch.cat([torch.arange(length) for length in lengths]),
+        ids_T=_padded([d.ids_T.to(torch.int64) for d in documents], num_padding),
+        aux_TAD=_padded([d.aux_TAD for d in documents], num_padding),
+        last_TD=_padded([d.last_TD for d in documents], num_padding),
+        positions_T=_padded([torch.arange(length) for length in lengths], num_padding),
         documents=tuple(Span(end - length, end) for length, end in zip(lengths, ends, strict=True)),
         rows_R=rows_R,
-        num_rows=tuple(int((reach_T > k).sum()) for k in range(ttt_steps)),
-        trains_RS=trains_TS[rows_R],
+        num_rows=num_rows,
+        trains_RS=trains_RS,
         num_oov=sum(count for _, count in chosen),
+        multiple=multiple,
     )
+
+
+def _filled(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _padded(parts: Sequence[torch.Tensor], num_padding: int) -> torch.Tensor:
+    """Parts in a row, then zeros."""
+    first = parts[0]
+    return torch.cat([*parts, first.new_zeros(num_padding, *first.shape[1:])])

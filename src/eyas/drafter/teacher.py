@@ -14,6 +14,9 @@ import torch.nn.functional as F
 CHUNK_LOGITS = 1 << 24
 """Logits in memory at a time: 64 MiB in float32."""
 
+FILL_MULTIPLE = 64
+"""Rows are filled up to a multiple of this: few sizes of products (see ``drafter.precision``)."""
+
 
 @torch.no_grad()
 def teacher_ids(last_TD: torch.Tensor, head_VD: torch.Tensor) -> torch.Tensor:
@@ -23,6 +26,7 @@ def teacher_ids(last_TD: torch.Tensor, head_VD: torch.Tensor) -> torch.Tensor:
         last_TD: Post-norm states, any float dtype.
         head_VD: The target's head in float32.
     """
-    rows = max(1, CHUNK_LOGITS // head_VD.shape[0])
-    parts = [F.linear(part_RD.to(head_VD.dtype), head_VD).argmax(-1) for part_RD in last_TD.split(rows)]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+    T, rows = len(last_TD), max(FILL_MULTIPLE, CHUNK_LOGITS // len(head_VD) // FILL_MULTIPLE * FILL_MULTIPLE)
+    filled_TD = F.pad(last_TD.to(head_VD.dtype), (0, 0, 0, -T % FILL_MULTIPLE))
+    parts = [F.linear(part_RD, head_VD).argmax(-1) for part_RD in filled_TD.split(rows)]
+    return torch.cat(parts)[:T] if parts else torch.empty(0, dtype=torch.int64)

@@ -48,7 +48,9 @@ def unroll(drafter: Drafter, pack: Pack, ttt_steps: int | None = None) -> list[t
         hidden_RE = hidden_RE[:count]
         if k:
             positions_R = pack.positions_T[rows_R] + k
-            qkv = drafter.project(hidden_RE, embedded_TN[rows_R + k + 1], positions_R, hidden_NE)
+            qkv = drafter.project(
+                hidden_RE, embedded_TN[(rows_R + k + 1).clamp_max(len(pack.ids_T) - 1)], positions_R, hidden_NE
+            )
         output_RE = drafter.layer(hidden_RE, qkv, lambda own, k=k: attention(own, k))
         normed_RE, hidden_RE = drafter.finish(output_RE)
         outputs.append(normed_RE)
@@ -57,8 +59,8 @@ def unroll(drafter: Drafter, pack: Pack, ttt_steps: int | None = None) -> list[t
 
 @torch.no_grad()
 def draft_tokens(drafter: Drafter, pack: Pack) -> torch.Tensor:
-    """Greedy draft of every row: target-vocab ids [R,S] of token t+k+2, -1 where the row does not run."""
+    """Greedy draft of every row: target-vocab ids [R,S] of token t+k+2, -1 where the row does not train."""
     ids_RS = torch.full((len(pack.rows_R), len(pack.num_rows)), -1)
     for k, normed_RE in enumerate(unroll(drafter, pack)):
         ids_RS[: len(normed_RE), k] = drafter.target_ids(drafter.logits(normed_RE).argmax(-1))
-    return ids_RS
+    return ids_RS.masked_fill(~pack.trains_RS, -1)

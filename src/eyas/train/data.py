@@ -16,6 +16,8 @@ from eyas.errors import TrainError
 from eyas.shards.reader import StoredStates
 
 CALIBRATION_TOKENS = 4096
+FILL_MULTIPLE = 64
+"""Packs are filled up to this many tokens and rows: few sizes of products (see ``drafter.precision``)."""
 
 
 class Packer:
@@ -35,7 +37,9 @@ class Packer:
 
     def __call__(self, documents: Sequence[StoredStates], ttt_steps: int) -> Pack:
         """Pack whole documents for ``ttt_steps`` steps."""
-        return pack_documents([self._document(stored) for stored in documents], ttt_steps).to(self._device)
+        return pack_documents([self._document(stored) for stored in documents], ttt_steps, FILL_MULTIPLE).to(
+            self._device
+        )
 
     def _document(self, stored: StoredStates) -> Document:
         return Document(

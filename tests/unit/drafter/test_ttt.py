@@ -70,15 +70,16 @@ def head_of(drafter, seed=2):
     return torch.randn(drafter.shape.vocab_size, 16, generator=generator, dtype=torch.float64)
 
 
-def packed(drafter, documents, head_VD, steps, mask_oov=True):
+def packed(drafter, documents, head_VD, steps, mask_oov=True, multiple=1):
     def in_vocab(last):
         return drafter.t2d[teacher_ids(last, head_VD)] if mask_oov else None
 
-    return pack_documents([Document(ids, mask, aux, last, in_vocab(last)) for ids, mask, aux, last in documents], steps)
+    whole = [Document(ids, mask, aux, last, in_vocab(last)) for ids, mask, aux, last in documents]
+    return pack_documents(whole, steps, multiple)
 
 
-def ours(drafter, documents, head_VD, steps, decay=0.8, mask_oov=True):
-    pack = packed(drafter, documents, head_VD, steps, mask_oov)
+def ours(drafter, documents, head_VD, steps, decay=0.8, mask_oov=True, multiple=1):
+    pack = packed(drafter, documents, head_VD, steps, mask_oov, multiple)
     drafter.zero_grad()
     total, report = ttt_loss(drafter, pack, head_VD[torch.arange(20) + D2T_W], decay)
     total.backward()
@@ -99,9 +100,9 @@ def theirs(drafter, documents, head_VD, steps, decay=0.8, mask_oov=True):
     return total.detach(), losses, counts, oov, {n: w.grad for n, w in weights.items() if w.grad is not None}
 
 
-def agree(drafter, documents, steps, mask_oov=True):
+def agree(drafter, documents, steps, mask_oov=True, multiple=1):
     head_VD = head_of(drafter)
-    report, grads, pack = ours(drafter, documents, head_VD, steps, mask_oov=mask_oov)
+    report, grads, pack = ours(drafter, documents, head_VD, steps, mask_oov=mask_oov, multiple=multiple)
     total, losses, counts, oov, expected = theirs(drafter, documents, head_VD, steps, mask_oov=mask_oov)
     assert report.num_trained_S.tolist() == counts[: len(report.num_trained_S)]
     assert pack.num_oov == oov
@@ -139,6 +140,14 @@ def test_every_shape_option_equals_the_restatement(change):
     """Case 70: the number of aux streams is free."""
     shape = dataclasses.replace(SHAPE, **change)
     agree(make_drafter(shape), make_documents([TWO_SPANS, ENDS_OPEN], num_aux=shape.num_aux), 3)
+
+
+@pytest.mark.parametrize("multiple", [2, 8, 64])
+def test_filling_up_changes_nothing(multiple):
+    """Padding tokens and rows run along and touch neither loss nor gradients."""
+    agree(make_drafter(train_head=True), make_documents([TWO_SPANS, ENDS_OPEN, [1] * 6]), 4, multiple=multiple)
+    pack = packed(make_drafter(), make_documents([TWO_SPANS]), head_of(make_drafter()), 3, multiple=multiple)
+    assert {n % multiple for n in (len(pack.ids_T), len(pack.rows_R), *pack.num_rows)} == {0}
 
 
 def test_a_trained_head_equals_the_restatement():
