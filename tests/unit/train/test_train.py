@@ -15,6 +15,7 @@ import torch
 import train_world as world
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load
 
 from eyas import fs
 from eyas.config.schema import DrafterConfig
@@ -318,3 +319,29 @@ def test_the_learning_rate_is_never_above_its_peak_nor_below_its_floor(num_steps
         rate = learning_rate(step, num_steps, 1.0, warmup, share)
         assert rate <= 1.0 + 1e-12
         assert step < warmup or rate >= share - 1e-12
+
+
+# ── revision ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_trained_numbers_are_those_of_their_revision(unbroken):
+    """Stage train does not depend on source files; this pins what its revision stands for.
+
+    Bytes differ between processor types in the last bit, so losses and weight norms are compared instead.
+    """
+    found = golden_numbers(unbroken)
+    path = WORLD.parents[2] / "golden" / f"train_revision_{world.make_config().revision}.json"
+    expected = json.loads(path.read_text())
+    assert found == pytest.approx(expected, rel=1e-3), (
+        "training gives other numbers than its revision stands for: undo that, or raise the default of "
+        f"train.revision (schema.py, params.yaml) and write {path.parent}/train_revision_<n>.json"
+    )
+
+
+def golden_numbers(run):
+    files = run[0]
+    metrics = json.loads(files["metrics/metrics.json"])
+    tensors = load(files["drafter/drafter.safetensors"])
+    numbers = {f"loss {name}": value for name, value in metrics["loss"].items()}
+    numbers |= {f"norm {name}": float(t.norm()) for name, t in tensors.items() if t.is_floating_point()}
+    return numbers
