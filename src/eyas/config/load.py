@@ -36,9 +36,18 @@ def _read_yaml(path: Path) -> Any:
     # OmegaConf's reader, because PyYAML takes 1e-4 for text.
     import yaml
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     try:
         return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except OmegaConfBaseException as error:
+        reason = str(error).split("\n")[0]
+        where = f", {error.full_key}" if error.full_key else ""
+        raise ConfigError(f"{path.name}{where}: {reason}", "mend it, or `git checkout params.yaml`") from error
+    except RecursionError as error:
+        raise ConfigError(
+            f"{path.name}: an alias stands inside its own anchor", "write the value out, or `git checkout params.yaml`"
+        ) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
@@ -95,7 +104,8 @@ def _to_params(composed: Any) -> Params:
         params = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ConfigError(_one_line(error), "the schema is src/eyas/config/schema.py") from error
-    assert isinstance(params, Params)
+    if not isinstance(params, Params):
+        raise ConfigError("params.yaml: its sections are moved by an `@package` line", "remove that line")
     params.check()
     return params
 

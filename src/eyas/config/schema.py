@@ -14,6 +14,7 @@ from typing import Any
 from eyas.errors import ConfigError
 
 MISSING: Any = "???"
+WHEEL_LOCATION = r"[\w.-]+==[\w.]+"
 
 
 def require(ok: bool, key: str, value: object, expected: str) -> None:
@@ -64,7 +65,7 @@ class TargetConfig:
         require(self.device in ("cpu", "cuda"), "target.device", self.device, "cpu or cuda")
         if self.source == "wheel":
             require(
-                bool(re.fullmatch(r"[\w.-]+==[\w.]+", self.location)), "target.location", self.location, "NAME==VERSION"
+                bool(re.fullmatch(WHEEL_LOCATION, self.location)), "target.location", self.location, "NAME==VERSION"
             )
             require(
                 bool(re.fullmatch(r"[0-9a-f]{64}", self.revision)),
@@ -114,6 +115,16 @@ class DataConfig:
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""
         kinds = ("bundled", "jsonl", "parquet", "hub")
+        require(bool(self.name), "data.name", self.name, "a name")
+        require(bool(self.path), "data.path", self.path, "a file or folder")
+        require(
+            self.name not in [wanted.name for wanted in self.prompt_sets],
+            "data.name",
+            self.name,
+            "another name than those of data.prompt_sets: results are counted by name",
+        )
+        if self.format == "bundled":
+            require(bool(re.fullmatch(WHEEL_LOCATION, self.location)), "data.location", self.location, "NAME==VERSION")
         require(self.format in kinds, "data.format", self.format, ", ".join(kinds))
         require(0 < self.held_out_share < 1, "data.held_out_share", self.held_out_share, "between 0 and 1")
         require(self.max_conversations >= 0, "data.max_conversations", self.max_conversations, "0 or more")
@@ -195,7 +206,8 @@ class ExtractConfig:
         require(distinct, "extract.boundaries", list(self.boundaries), "rising numbers without repeats")
         require(self.shard_bytes >= 1024, "extract.shard_bytes", self.shard_bytes, "1024 or more")
         require(self.batch_tokens >= 1, "extract.batch_tokens", self.batch_tokens, "1 or more")
-        require(self.max_failed_samples >= 0, "extract.max_failed_samples", self.max_failed_samples, "0 or more")
+        for key in ("max_failed_samples", "reserve_bytes"):
+            require(getattr(self, key) >= 0, f"extract.{key}", getattr(self, key), "0 or more")
 
 
 @dataclass
@@ -271,6 +283,9 @@ class TrainConfig:
             list(self.betas),
             "two shares below 1",
         )
+        for key in ("weight_decay", "warmup_steps", "seed"):
+            require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), "0 or more")
+        require(self.device in ("cpu", "cuda"), "train.device", self.device, "cpu or cuda")
         require(self.max_grad_norm > 0, "train.max_grad_norm", self.max_grad_norm, "more than 0")
         require(0 <= self.min_lr_share <= 1, "train.min_lr_share", self.min_lr_share, "a share")
         require(self.dtype in ("bfloat16", "float32"), "train.dtype", self.dtype, "bfloat16 or float32")
@@ -301,6 +316,7 @@ class EvaluateConfig:
         require(self.max_new_tokens >= 1, "evaluate.max_new_tokens", self.max_new_tokens, "1 or more")
         require(self.dtype in ("bfloat16", "float32"), "evaluate.dtype", self.dtype, "bfloat16 or float32")
         require(self.batch_size >= 1, "evaluate.batch_size", self.batch_size, "1 or more")
+        require(self.seed >= 0, "evaluate.seed", self.seed, "0 or more")
         require(self.num_bootstrap >= 1, "evaluate.num_bootstrap", self.num_bootstrap, "1 or more")
 
 

@@ -17,6 +17,8 @@ from eyas.config.schema import MISSING, Params
 from eyas.errors import ConfigError
 
 DEFAULTS = ["schema", "_self_"]
+WHOLE_LIMIT = 2**63
+"""What databases, tensors and seeds can hold."""
 KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -24,7 +26,7 @@ def check_structure(content: Any, file_name: str) -> None:
     """Check the content of a params file.
 
     Args:
-        content: What the YAML holds, interpolations unresolved.
+        content: What the YAML holds.
         file_name: For messages.
 
     Raises:
@@ -59,8 +61,11 @@ def dotted_names(kind: type = Params, prefix: str = "") -> Iterator[str]:
 
 
 def _check(kind: Any, value: Any, where: str) -> None:
-    if isinstance(value, str) and value.startswith("${"):
-        return  # an interpolation: Hydra resolves and checks it
+    if isinstance(value, str) and "${" in value:
+        raise ConfigError(
+            f"{where}: {_shown(value)}, expected the value itself: DVC would not see it change with another key",
+            "write the value out",
+        )
     if dataclasses.is_dataclass(kind):
         _check_section(kind, value, where)
     elif typing.get_origin(kind) is list:
@@ -71,6 +76,7 @@ def _check(kind: Any, value: Any, where: str) -> None:
     elif typing.get_origin(kind) is dict:
         if not isinstance(value, dict):
             raise ConfigError(f"{where}: {_shown(value)}, expected a mapping", "write `{}` for an empty one")
+        _check_free(value, where)
     else:
         _check_value(kind, value, where)
 
@@ -100,8 +106,33 @@ def _check_value(kind: type, value: Any, where: str) -> None:
         raise ConfigError(f"{where}: no value (null), expected {KIND_NAMES[kind]}", _hint_of(kind, value))
     if not right_kind:
         raise ConfigError(f"{where}: {_shown(value)}, expected {KIND_NAMES[kind]}", _hint_of(kind, value))
+    _check_number(value, where)
+
+
+def _check_number(value: Any, where: str) -> None:
+    hint = _hint_of(float, value)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{where}: {_shown(value)}, expected a finite number", _hint_of(kind, value))
+        raise ConfigError(f"{where}: {_shown(value)}, expected a finite number", hint)
+    if isinstance(value, int) and abs(value) >= WHOLE_LIMIT:
+        raise ConfigError(f"{where}: {_shown(value)}, expected less than 2**63", hint)
+
+
+def _check_free(value: Any, where: str) -> None:
+    """A value of an open mapping: anything that JSON can spell."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ConfigError(f"{where}: key {_shown(key)}, expected text", f"put it in quotes: '{key}'")
+            _check_free(item, f"{where}.{key}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_free(item, f"{where}[{index}]")
+    elif isinstance(value, int | float | str) or value is None:
+        if isinstance(value, str):
+            _check(str, value, where)
+        _check_number(value, where)
+    else:
+        raise ConfigError(f"{where}: {_shown(value)}, expected a value that JSON can spell", "write it as text")
 
 
 def _hint_of(kind: type, value: Any) -> str:

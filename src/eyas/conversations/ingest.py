@@ -20,7 +20,7 @@ from eyas.config import DataConfig
 from eyas.conversations.bundled import bundled_prompts, prompt_set
 from eyas.conversations.pool import Pool
 from eyas.conversations.readers import DamageError, Record, read_json_records, read_parquet_records
-from eyas.conversations.rows import RowError, parse_row
+from eyas.conversations.rows import ParsedRow, RowError, parse_row
 from eyas.conversations.table import FILE_NAME, scratch_database, write_table
 from eyas.errors import DataError
 
@@ -95,17 +95,27 @@ def _fill(pool: Pool, config: DataConfig, raw: Path, summary: IngestSummary, lis
         summary.num_records += 1
         try:
             row = parse_row(record.value)
-            if not pool.add(config.name, row.messages, row.tools, evaluation=False):
+            if not _add(pool, config.name, row):
                 summary.num_duplicates += 1
             elif row.num_dropped_turns:
                 summary.num_rows_without_leading_answers += 1
         except RowError as error:
             _reject(summary, listed, name, record, error.reason)
-        except ValueError:
-            _reject(summary, listed, name, record, "text is no valid Unicode, or a number is not finite")
         if time.monotonic() - shown_s > LOG_EVERY_S:
             shown_s = time.monotonic()
             console.log(f"ingest: {summary.num_records:,} records read")
+
+
+def _add(pool: Pool, source: str, row: ParsedRow) -> bool:
+    """Whether it was new; refuses what has no JSON text: parquet and hub rows hold values of any kind."""
+    try:
+        return pool.add(source, row.messages, row.tools, evaluation=False)
+    except ValueError:
+        raise RowError("text is no valid Unicode, or a number is not finite") from None
+    except TypeError as error:
+        raise RowError(f"a value has no JSON spelling: {error}") from None
+    except RecursionError:
+        raise RowError("nested too deeply") from None
 
 
 def _reject(summary: IngestSummary, listed: BinaryIO, name: str, record: Record, reason: str) -> None:
@@ -124,7 +134,10 @@ def _excerpt(value: Any) -> str:
     """The beginning of a row, for the eye."""
     if isinstance(value, dict):
         value = value.get("messages", value.get("conversations", value))
-    return repr(value)[:EXCERPT_CHARS]
+    try:
+        return repr(value)[:EXCERPT_CHARS]
+    except RecursionError:
+        return "nested too deeply"
 
 
 def _records(config: DataConfig, raw: Path, summary: IngestSummary) -> Iterator[tuple[str, Record]]:

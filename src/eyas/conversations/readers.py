@@ -241,7 +241,8 @@ def read_parquet_records(path: Path) -> Iterator[Record]:
                     for value in batch.to_pylist():
                         num_whole += 1
                         yield Record(num_whole, value)
-    except (pa.ArrowException, OSError) as error:
+    # Besides parquet's own: text that is no UTF-8 and dates beyond the calendar become values here.
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         size = path.stat().st_size
         reason = " ".join(str(error).split())[:200]
         raise DamageError(f"after row {num_whole:,} ({size:,} bytes)", reason, num_whole) from error

@@ -32,6 +32,10 @@ Generate = Callable[[Sequence[GenerateRequest]], Iterator[Generated]]
 REJECTS_NAME = "rejects.jsonl"
 WINDOW = 8192
 """Conversations in memory at a time."""
+TEMPLATE_ERRORS = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+"""Templates are programs: besides their own refusals, they stumble over values they did not expect."""
 GREEDY = (0.0, 1.0, 0)
 
 
@@ -178,8 +182,7 @@ class Responder:
                 tokenize=True,
                 return_dict=False,
             )
-        # Templates are programs: besides their own refusals, they stumble over values they did not expect.
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
+        except TEMPLATE_ERRORS as error:
             self._reject(thread, f"chat template: {' '.join(str(error).split()) or type(error).__name__}")
             return None
         room = self.context - self.config.max_new_tokens

@@ -3,6 +3,7 @@
 The rules, all counted by the caller:
 
 - Roles go through one alias table; an unknown role rejects the row and is named.
+- Tool calls are a list of objects with a name; anything else rejects the row.
 - No turn at all, or a user, assistant or tool turn without text and without tool calls, rejects the row.
   Empty system messages are left out.
 - Assistant turns before the first user turn are left out: nobody asked for them. A row of which nothing
@@ -97,11 +98,27 @@ def _message(turn: Any) -> dict[str, Any] | None:
     if role is None:
         raise RowError(f"unknown role {str(message['role'])[:40]!r}")
     content = _text(message.get("content", ""))
-    if not content.strip() and not message.get("tool_calls"):
+    message = _with_tool_calls(message)
+    if not content.strip() and "tool_calls" not in message:
         if role == "system":
             return None
         raise RowError(f"empty {role} turn")
     return message | {"role": role, "content": content}
+
+
+def _with_tool_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """Calls as templates walk through them: objects with a name, in OpenAI's ``function`` or flat; none is no key."""
+    calls = _from_text(message.get("tool_calls"), "tool_calls")
+    if not calls:
+        return {key: value for key, value in message.items() if key != "tool_calls"}
+    functions = [_function(call) for call in calls] if isinstance(calls, list) else [None]
+    if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
+        raise RowError("tool_calls is no list of calls with a name")
+    return message | {"tool_calls": calls}
+
+
+def _function(call: Any) -> Any:
+    return call.get("function", call) if isinstance(call, dict) else None
 
 
 def _text(content: Any) -> str:
@@ -147,7 +164,7 @@ def _from_text(value: Any, key: str) -> Any:
         return None
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise RowError(f"{key} is text but no JSON") from None
 
 

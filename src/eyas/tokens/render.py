@@ -23,7 +23,10 @@ import jinja2
 
 from eyas.contracts import Conversation
 
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+"""Templates are programs: besides their own refusals, they stumble over values they did not expect."""
 PRIVATE_USE = range(0xE000, 0xF8FF)
 THINK_END = "</think>"
 
@@ -117,7 +120,7 @@ def _with_parsed_call(call: dict[str, Any]) -> dict[str, Any]:
         return call
     try:
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise RejectError("tool_arguments", f"arguments are no JSON: {error}") from None
 
 

@@ -6,6 +6,8 @@ import gzip
 import json
 import os
 import random
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -193,6 +195,24 @@ def test_text_that_is_no_unicode_is_rejected(raw, tmp_path):
     done = ingest(config(), raw, tmp_path / "out")
     assert done.rejected["text is no valid Unicode, or a number is not finite"] == 2
     assert len((tmp_path / "out" / REJECTS_NAME).read_bytes().splitlines()) == 3
+
+
+@pytest.mark.parametrize("depth", [600, 900])
+def test_deep_nesting_is_rejected(raw, tmp_path, depth):
+    deep = '{"messages": [{"role": "user", "content": "x", "extra": ' + "[" * depth + "]" * depth + "}]}\n"
+    (raw / "a.jsonl").write_bytes(deep.encode() + jsonl(row("a")))
+    assert dict(ingest(config(), raw, tmp_path / "out").rejected) == {"nested too deeply": 1}
+
+
+@pytest.mark.parametrize("value", [datetime(2026, 1, 1), b"x", Decimal(1)])
+def test_values_of_parquet_that_json_lacks_are_rejected(raw, tmp_path, value):
+    turns = [[{"role": "user", "content": "a", "extra": value}], [{"role": "user", "content": "b", "extra": None}]]
+    pq.write_table(pa.table({"messages": turns}), raw / "a.parquet")
+    done = ingest(config(format="parquet"), raw, tmp_path / "out")
+    ((reason, count),) = done.rejected.items()
+    assert reason.startswith("a value has no JSON spelling")
+    assert type(value).__name__ in reason
+    assert count == 1
 
 
 @pytest.fixture

@@ -146,6 +146,13 @@ def test_byte_order_mark_blank_lines_and_empty_files(tmp_path):
     assert read(tmp_path / "x", b" [ ] ") == ([], None)
 
 
+def test_parquet_text_that_is_no_utf8_is_damage(tmp_path):
+    offsets, data = pa.py_buffer(b"\0\0\0\0\x02\0\0\0"), pa.py_buffer(b"\xff\xfe")
+    pq.write_table(pa.table({"messages": pa.Array.from_buffers(pa.string(), 1, [None, offsets, data])}), tmp_path / "x")
+    with pytest.raises(DamageError, match="after row 0"):
+        list(read_parquet_records(tmp_path / "x"))
+
+
 def test_parquet_rows_and_damage(tmp_path):
     path = tmp_path / "x.parquet"
     rows = [{"messages": [{"role": "user", "content": str(i)}]} for i in range(1000)]

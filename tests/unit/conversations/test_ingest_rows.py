@@ -67,6 +67,12 @@ def test_case_8_model_first_rows_lose_their_leading_answers():
         ({"messages": [{"content": "hi"}]}, "turn without a role"),
         ({"messages": [{"role": "user", "content": 3}]}, "content is a int"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content part of type 'image_url'"),
+        *(
+            ({"messages": [USER, ANSWER | {"tool_calls": calls}]}, "tool_calls is no list of calls with a name")
+            for calls in ([1], 5, {"name": "f"}, [{"function": "f"}], [{"function": {"name": 3}}], [{}], [[]])
+        ),
+        ({"messages": [USER, ANSWER | {"tool_calls": "f("}]}, "tool_calls is text but no JSON"),
+        ({"messages": "[" * 100_000}, "messages is text but no JSON"),
         ({"messages": [USER], "tools": "{]"}, "tools is text but no JSON"),
         ({"messages": [USER], "tools": ["f"]}, "tools is no list of objects"),
         ({"messages": [USER], "tools": {"a": 1}}, "tools is no list of objects"),
@@ -91,6 +97,11 @@ def test_text_parts_null_values_and_tool_calls():
         {"role": "assistant", "content": "", "tool_calls": calls},
     )
     assert parse_row({"messages": json.dumps([USER])}).messages == (USER,)
+    flat = [{"name": "f", "arguments": {}}]
+    for given_calls in (flat, json.dumps(flat)):
+        (_, called) = parse_row({"messages": [USER, ANSWER | {"tool_calls": given_calls}]}).messages
+        assert called["tool_calls"] == flat
+    assert parse_row({"messages": [USER, ANSWER | {"tool_calls": []}]}).messages == (USER, ANSWER)
 
 
 @given(st.recursive(st.none() | st.text() | st.integers(), lambda v: st.lists(v) | st.dictionaries(st.text(), v)))
