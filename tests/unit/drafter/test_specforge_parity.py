@@ -1,6 +1,6 @@
 """SpecForge 0.2.0's training step on a stored batch: same loss, per-step losses and gradients.
 
-The peer's conventions live here and nowhere in the package: its loss mask is not shifted (its issue 885), a
+The peer's conventions live here and nowhere in the package: its loss mask is not shifted, a
 step's loss is a cross entropy averaged over all B x T positions. All else (carried state, teacher-forced
 ids, positions + k, attention, targets renormalised on the draft vocab, out-of-vocab rows masked) is ours too.
 """
