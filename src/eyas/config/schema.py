@@ -133,7 +133,7 @@ class RespondConfig:
     temperature: float = 0.7
     top_p: float = 1.0
     batch_size: int = 64
-    """Rows per decoding batch; fixed, because it decides numerics."""
+    """Rows per decoding batch of short prompts; fixed, because it decides numerics."""
     seed: int = 0
     revision: int = 1
     """Raise it when the code's output changes on purpose."""
@@ -284,7 +284,8 @@ class EvaluateConfig:
     """Draft tokens per round of a greedy chain; tau is at most one more."""
     decode_prompts: int = 0
     """Prompts per set for real speculative decoding; 0 takes all held-out ones."""
-    max_new_tokens: int = 128
+    max_new_tokens: int = 64
+    """New tokens per prompt in real decoding; the walk always reads the whole stored text."""
     dtype: str = "bfloat16"
     """Dtype of both sides of the decoding check."""
     batch_size: int = 64

@@ -1,7 +1,7 @@
 """Continuing prompts in fixed shapes, so that an answer depends on its own prompt and limits alone.
 
 Prompts are put in buckets by padded length (64, then multiples of 512). A bucket runs as a stream: a
-batch of ``batch_size`` rows decodes one token per forward, and rows that ended are refilled, eight at a time,
+batch of rows (``batch_size`` of short prompts, fewer of long ones) decodes one token per forward, and rows that ended are refilled, eight at a time,
 by prefills of one shape. Every forward of a bucket thus has the same shapes, whoever is in it, and few rows
 run idle. Rows with nothing to do repeat their last token.
 
@@ -25,12 +25,21 @@ from eyas.errors import CaptureError
 SHORT_PROMPT = 64
 LONG_PROMPT_STEP = 512
 REFILL_ROWS = 8
+LEAST_ROWS = 32
 
 
 def prompt_bucket(num_tokens: int, context: int) -> int:
     """Padded length of a prompt: 64, else the next multiple of 512, never beyond the context."""
     padded = SHORT_PROMPT if num_tokens <= SHORT_PROMPT else -(-num_tokens // LONG_PROMPT_STEP) * LONG_PROMPT_STEP
     return min(padded, context)
+
+
+def bucket_rows(batch_size: int, padded: int) -> int:
+    """Rows of a bucket: ``batch_size`` at the short length, in proportion fewer beyond, but not below 32.
+
+    So the work and the cache of a forward stay alike, and a small set of long prompts fills its rows.
+    """
+    return min(batch_size, max(LEAST_ROWS, batch_size * SHORT_PROMPT // padded))
 
 
 def check_request(request: GenerateRequest, vocab_size: int, context: int) -> None:
@@ -57,7 +66,7 @@ def generate(
     Args:
         model: A causal LM of transformers, see ``BlockDecoder``.
         requests: Prompts, in any order and of any mix of greedy and sampled.
-        batch_size: B; part of the numerics.
+        batch_size: Rows of the shortest bucket, see ``bucket_rows``; part of the numerics.
         eos_token_ids: Tokens that end an answer.
 
     Raises:
@@ -70,7 +79,8 @@ def generate(
         check_request(request, text_config.vocab_size, context)
         buckets[prompt_bucket(len(request.prompt_ids), context), request.max_new_tokens].append(request)
     for (prompt_length, max_new_tokens), members in sorted(buckets.items()):
-        decoder = BlockDecoder(model, batch_size, min(prompt_length + max_new_tokens, context))
+        rows = bucket_rows(batch_size, prompt_length)
+        decoder = BlockDecoder(model, rows, min(prompt_length + max_new_tokens, context))
         yield from _Stream(decoder, prompt_length, members, frozenset(eos_token_ids)).run()
 
 

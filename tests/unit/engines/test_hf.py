@@ -5,6 +5,7 @@ import torch
 
 from eyas.contracts import GenerateRequest, TokenSample
 from eyas.engines.checks import check_captured
+from eyas.engines.generate import bucket_rows
 from eyas.engines.registry import make_engine
 from eyas.errors import CaptureError, ConfigError
 from eyas.target.load import load_model
@@ -154,3 +155,11 @@ def test_a_request_beyond_the_context_is_refused_before_anything_runs(identity, 
     long = GenerateRequest(request_id="q", prompt_ids=(5,) * 250, max_new_tokens=7, temperature=0, top_p=1, seed=0)
     with pytest.raises(CaptureError, match=r"request q: 250 prompt tokens and up to 7 new ones are 257, .* is 256"):
         list(opened(identity, folders["llama"]).generate([long]))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "padded", "rows"), [(128, 64, 128), (128, 512, 32), (512, 512, 64), (16, 512, 16), (64, 2048, 32)]
+)
+def test_long_prompts_get_fewer_rows_by_a_rule_of_their_length_alone(batch_size, padded, rows):
+    """Rows x padded length stays at batch_size x 64, with at least 32 rows and never more than asked for."""
+    assert bucket_rows(batch_size, padded) == rows
