@@ -98,6 +98,30 @@ def test_stage_tracks_exactly_the_sections_it_reads(name: str) -> None:
     assert sections_read(source) == tracked
 
 
+@pytest.mark.parametrize(
+    ("section", "rerun"),
+    [
+        ("train", ["train", "evaluate", "export", "report"]),
+        ("drafter", ["train", "evaluate", "export", "report"]),
+        ("evaluate", ["evaluate", "report"]),
+        ("export", ["export", "report"]),
+        ("extract", ["tokenize", "plan", "extract", "train", "evaluate", "export", "report"]),
+        ("data", NAMES[1:]),
+        ("target", [name for name in NAMES if name != "ingest"]),
+    ],
+)
+def test_a_changed_section_reruns_what_follows_and_nothing_above(section: str, rerun: list[str]) -> None:
+    """``train.lr`` must not cost an extraction."""
+    changed: set[str] = set()
+    stale = []
+    for name, stage in STAGES.items():
+        tracked = {key.split(".")[0] for key in stage.get("params", [])}
+        if section in tracked or changed & set(stage.get("deps", [])):
+            stale.append(name)
+            changed |= set(outputs(stage))
+    assert stale == rerun
+
+
 def sections_read(source: str) -> set[str]:
     """Sections accessed on the value of ``config.load()`` or on parameters annotated ``Params``."""
     tree = ast.parse(source)

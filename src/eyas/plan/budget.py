@@ -109,10 +109,10 @@ def check_fits(
             f"{message}; DVC's cache.type {','.join(cache_types)} needs the shards twice, with hardlink they fit",
             f"link instead of copying: `{HARDLINK_FIX}`",
         )
-    raise DiskError(
-        message,
-        f"set data.max_conversations to about {found.num_samples_that_fit:,}, free space, or take a larger volume",
+    fewer = (
+        f"set data.max_conversations to about {found.num_samples_that_fit:,}, " if found.num_samples_that_fit else ""
     )
+    raise DiskError(message, f"{fewer}free space, or take a larger volume")
 
 
 def summary(found: Budget) -> str:

@@ -81,7 +81,8 @@ def stage_run(stage: str, reads: Sequence[Path], writes: Sequence[Path]) -> Iter
     }
     fs.write_record(RUNS / f"{stage}.json", record)
     _gather_throughput()
-    rate = f", {run.num_tokens / max(work_s, 1e-9):,.0f} tok/s" if run.num_tokens else ""
+    per_s, per_cpu_s = (run.num_tokens / max(seconds, 1e-9) for seconds in (work_s, cpu_s))
+    rate = f", {per_s:,.0f} tok/s, {per_cpu_s:,.0f} tok/CPU-s" if run.num_tokens else ""
     console.log(f"{stage}: done in {console.human_seconds(wall_s)} ({cpu_s:,.0f} CPU-s{rate})")
 
 

@@ -57,7 +57,9 @@ def load_model(folder: Path, dtype: str, device: str = "cpu", trust_remote_code:
     """The target in transformers, in eval mode, from local files only."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # it draws on logs too, for seconds of loading
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=trust_remote_code
     )

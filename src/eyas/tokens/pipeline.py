@@ -214,6 +214,7 @@ def _work(chunk: list[Conversation], rules: TokenizeRules) -> list[Outcome]:
 def _in_processes(
     chunks: Iterator[list[Conversation]], load_tokenizer: Callable[[], Any], rules: TokenizeRules, num_workers: int
 ) -> Iterator[Outcome]:
+    others = set(multiprocessing.active_children())
     pool = concurrent.futures.ProcessPoolExecutor(
         num_workers, multiprocessing.get_context("spawn"), _start_worker, (load_tokenizer,)
     )
@@ -227,6 +228,8 @@ def _in_processes(
             yield from _result(*waiting.popleft())
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.kill()  # the interpreter waits for its workers when it ends: one that stalls would hold it for ever
         raise
     pool.shutdown()
 

@@ -1,6 +1,6 @@
 """SpecForge 0.2.0's training step on a stored batch: same loss, per-step losses and gradients.
 
-The peer's conventions live here and nowhere in the package: its loss mask is not shifted (its issue 885), a
+The peer's conventions live here and nowhere in the package: its loss mask is not shifted, a
 step's loss is a cross entropy averaged over all B x T positions. All else (carried state, teacher-forced
 ids, positions + k, attention, targets renormalised on the draft vocab, out-of-vocab rows masked) is ours too.
 """
@@ -99,13 +99,13 @@ def test_loss_and_gradients_equal_the_peer(case):
     for k, kl in enumerate(report.losses_S.tolist()):
         rows = pack.rows_R[: pack.num_rows[k]][pack.trains_RS[: pack.num_rows[k], k]]
         plosses.append(kl * shares[k] + float(entropy_T[rows + k + 1].sum()) / num_positions)
-    assert plosses == pytest.approx(expected["plosses"], abs=1e-5)
-    assert sum(decay**k * x for k, x in enumerate(plosses)) == pytest.approx(expected["loss"], abs=1e-5)
+    assert plosses == pytest.approx(expected["plosses"], abs=1e-6)
+    assert sum(decay**k * x for k, x in enumerate(plosses)) == pytest.approx(expected["loss"], abs=1e-6)
 
     compared = 0
     for name, parameter in drafter.named_parameters():
         grad = tensors[f"grad.{name}"]
-        assert float((parameter.grad - grad).abs().max() / grad.abs().max()) < 1e-5, name
+        assert float((parameter.grad - grad).abs().max() / grad.abs().max()) < 5e-6, name
         compared += 1
     assert compared == 13
     norm = torch.stack([p.grad.norm() for p in drafter.parameters()]).norm()

@@ -161,6 +161,35 @@ def test_small_chunks_and_blocks_change_nothing(monkeypatch):
     agree(make_drafter(train_head=True), make_documents([TWO_SPANS, ENDS_OPEN, [1] * 6]), 3)
 
 
+def test_attention_of_a_long_document_is_cut_into_bounded_blocks():
+    """Case 27: T = 16,384, S = 7, 32 heads: dense scores would be 32 * T * T * 4 = 34 GB a step, a block stays at 32 MiB."""
+    T, steps, heads = 16_384, 7, 32
+    states = torch.zeros(T, 1)
+    pack = pack_documents([Document(torch.zeros(T, dtype=torch.int64), torch.ones(T), states[:, None], states)], steps)
+    assert heads * T * T * 4 == 34_359_738_368
+    for count in pack.num_rows:
+        blocks = attention.plan_blocks(pack, count, heads)
+        assert max(4 * heads * block.hidden_XY.numel() for block in blocks) <= 32 * 2**20
+        assert sorted(torch.cat([block.rows_X for block in blocks]).tolist()) == list(range(count))
+        for block in blocks:
+            seen_X = (~block.hidden_XY).sum(1)
+            assert torch.equal(seen_X, pack.rows_R[block.rows_X] + 1)
+
+
+def test_the_targets_choice_is_taken_in_chunks(monkeypatch):
+    """Case 72: the argmax over a whole vocab of 152,064 never has logits of more than one chunk in memory."""
+    generator = torch.Generator().manual_seed(4)
+    head_VD = torch.randn(152_064, 4, generator=generator)
+    last_TD = torch.randn(300, 4, generator=generator)
+    sizes = []
+    real = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w: (sizes.append(len(x) * len(w)), real(x, w))[1])
+    ids_T = teacher_ids(last_TD, head_VD)
+    assert len(sizes) >= 4
+    assert max(sizes) <= 1 << 24
+    assert torch.equal(ids_T, (last_TD @ head_VD.T).argmax(-1))
+
+
 def test_leaving_out_a_needed_row_shows(monkeypatch):
     """Negative control: rows chosen by 'trains at this step' instead of 'trains at this step or later' fail."""
     drafter = make_drafter()

@@ -238,7 +238,12 @@ def test_report_is_equal_to_the_byte_when_made_again(reader, model, drafters, ju
     """Case 76: seeds and digests are inside, and nothing else varies."""
     first, second = (canonical_json(r) for r in (judged[0], run(reader, model, drafters)[0]))
     assert first == second
-    assert reader.manifest.identity in first
+    report = judged[0]
+    assert (report.capture_identity, report.seed) == (reader.manifest.identity, CONFIG.seed)
+    assert len(report.drafter) == 64
+    for figures in report.sets.values():
+        assert figures.tau_low <= figures.tau <= figures.tau_high
+        assert figures.coverage > 0.9, "greedy text, up to the rounding of stored states"
 
 
 def test_decode_prompts_limits_each_set(reader, model, drafters) -> None:

@@ -66,8 +66,16 @@ def test_copying_caches_need_the_disk_twice(types):
 
 def test_a_copying_cache_is_not_blamed_when_nothing_would_fit():
     with pytest.raises(DiskError) as caught:
-        check_fits(big_model_plan(), GB, 0, cache_types=("copy",))
+        check_fits(big_model_plan(), 10 * GB, 0, cache_types=("copy",))
     assert "max_conversations" in caught.value.hint
+
+
+def test_no_sample_fits_and_none_is_not_the_advice():
+    """0 would keep them all."""
+    with pytest.raises(DiskError, match="0 of 30,000 samples would") as caught:
+        check_fits(big_model_plan(), free_bytes=GB, reserve_bytes=GB)
+    assert "max_conversations" not in caught.value.hint
+    assert "free space" in caught.value.hint
 
 
 def test_budget_never_counts_below_nothing():

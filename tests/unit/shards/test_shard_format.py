@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from shard_cases import ids_of, make_capture, make_plan, make_states, make_tokens, store
 
 from eyas.errors import CaptureError, EyasError, StoreError
+from eyas.plan.budget import stored_bytes
 from eyas.shards.format import parse_header
 from eyas.shards.reader import ShardReader
 from eyas.shards.writer import ShardAssembly
@@ -87,6 +88,22 @@ def test_packed_and_listed_aux_give_the_same_bytes(tmp_path):
         assert torch.equal(separate, padded[:5])
         views[sample_id] = (padded[:5], last_TD.t().contiguous().t())
     assert store(tmp_path / "a", plan, tokens, states) == store(tmp_path / "b", plan, tokens, views)
+
+
+def test_bytes_on_the_disk_are_those_of_the_plan(tmp_path):
+    """Cases 19 and 20: what lies on the disk is within 2 % of plan and budget, rows of unequal length included."""
+    tokens = make_tokens([16, 1024, 300, 90, 700, 33])
+    plan = make_plan(tokens, make_capture(shard_bytes=1 << 22), 576)
+    assert plan.num_tokens == 2163
+    assert plan.payload_bytes == 2163 * 4 * 576 * 2
+    manifest = store(tmp_path, plan, tokens, make_states(tokens, 3, 576))
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    du_bytes = sum(path.stat().st_blocks * 512 for path in files)
+    assert len(files) == len(manifest.shards) > 1
+    assert manifest.stored_bytes == sum(path.stat().st_size for path in files)
+    for expected in (plan.payload_bytes, stored_bytes(plan)):
+        assert abs(manifest.stored_bytes / expected - 1) < 0.02
+        assert du_bytes == 0 or abs(du_bytes / expected - 1) < 0.02  # some file systems count late
 
 
 def test_golden_bytes(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
+import time
 
 import pytest
 import token_templates as templates
@@ -135,6 +137,23 @@ def test_a_worker_that_dies_names_its_rows(monkeypatch):
 
 def _die():
     raise SystemExit(3)
+
+
+@pytest.mark.slow
+def test_a_worker_that_stalls_names_its_rows_and_is_not_waited_for(monkeypatch):
+    """Case 9: no answer in time is an error, and the process can end although its worker never would."""
+    monkeypatch.setattr(pipeline, "FEW_CONVERSATIONS", 1)
+    monkeypatch.setattr(pipeline, "CHUNK_TIMEOUT_S", 1.0)
+    with pytest.raises(DataError, match=f"conversations {0:016x} to {1:016x}: no answer in 1 s"):
+        list(tokenize(rows("a", "b"), _stall, rules(chatml()), num_workers=2))
+    deadline_s = time.monotonic() + 30
+    while multiprocessing.active_children() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert multiprocessing.active_children() == []
+
+
+def _stall():
+    time.sleep(600)
 
 
 def test_statistics_by_hand():
