@@ -12,6 +12,7 @@ file that no ``state.json`` names is a left-over of a crash and is ignored.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,10 +111,7 @@ class RunFolder:
     def remove(self) -> None:
         """Forget the run: ``state.json`` first, so that a crash in between leaves nothing to resume."""
         (self.folder / STATE_NAME).unlink(missing_ok=True)
-        for path in self.folder.glob("step-*"):
-            path.unlink()
-        if self.folder.is_dir():
-            self.folder.rmdir()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def publish_drafter(folder: Path, drafter: Drafter, meta: CheckpointMeta) -> CheckpointMeta:
