@@ -69,6 +69,8 @@ def _build(kind: Any, value: Any, where: str) -> Any:
         return value
     if kind is float and type(value) is int:
         return float(value)
+    if kind is float and isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where}: {value}, expected a finite number")
     if kind is not Any and type(value) is not kind:
         raise ValueError(f"{where}: {value!r}, expected {kind.__name__}")
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import time
@@ -11,6 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from eyas.errors import EyasError
 
 PLAIN_PROGRESS_EVERY_S = 15.0
+FILE_SYSTEM_FAULTS = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOTDIR, errno.EISDIR,
+    errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE,
+)  # fmt: skip
+"""What permissions, mounts, disks and odd paths cause, wherever a file is touched; never a fault of ours."""
 
 
 def log(text: str) -> None:
@@ -113,11 +119,18 @@ def style(text: str, code: str) -> str:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn an ``EyasError`` into its text and exit code 2, Ctrl-C into 130."""
+    """Turn an ``EyasError`` or a fault of the file system into its text and exit code 2, Ctrl-C into 130."""
     try:
         yield
     except EyasError as error:
         log(f"{style('error', '31;1')}: {error}")
+        raise SystemExit(2) from None
+    except OSError as error:
+        if error.errno not in FILE_SYSTEM_FAULTS:
+            raise
+        where = f"{error.filename}: " if error.filename is not None else ""
+        fault = EyasError(f"{where}{error.strerror}", "look at it with `ls -ld` and `df -h .`, then run it again")
+        log(f"{style('error', '31;1')}: {fault}")
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         log("interrupted; the same command goes on where this one stopped")

@@ -24,6 +24,7 @@ from eyas.errors import DiskError, EyasError, StoreError
 
 Record = TypeVar("Record")
 PART_SUFFIX = ".part"
+ASIDE_SUFFIX = f".old{PART_SUFFIX}"
 CHUNK_BYTES = 1 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -98,10 +99,10 @@ def read_json(path: Path) -> Any:
         StoreError: The file is missing or is no JSON.
     """
     try:
-        return json.loads(Path(path).read_text())
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise StoreError(f"{path} is missing", "run `make repro`, or `dvc checkout` if it was made before") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also bytes that are no text, and numbers of 5,000 digits
         raise StoreError(f"{path} is no JSON: {error}", f"remove it and run `make repro` ({path})") from None
 
 
@@ -122,11 +123,15 @@ def read_record(kind: type[Record], path: Path) -> Record:
 
 @contextlib.contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
-    """Yield an empty sibling folder that replaces ``path`` when the block ends without an error."""
+    """Yield an empty sibling folder that replaces ``path`` when the block ends without an error.
+
+    What was there is renamed aside before it is removed: a kill never leaves half of it under its name.
+    """
     path = Path(path)
-    part = path.with_name(path.name + PART_SUFFIX)
+    part, aside = (path.with_name(path.name + suffix) for suffix in (PART_SUFFIX, ASIDE_SUFFIX))
     with disk_errors(path):
-        shutil.rmtree(part, ignore_errors=True)
+        _remove(part)
+        _remove(aside)
         part.mkdir(parents=True)
         try:
             yield part
@@ -135,12 +140,21 @@ def atomic_dir(path: Path) -> Iterator[Path]:
                     fsync_file(Path(folder) / name)
                 fsync_dir(Path(folder))
             if path.exists():
-                shutil.rmtree(path)
+                os.replace(path, aside)
             os.replace(part, path)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
         fsync_dir(path.parent)
+        _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder or a file, there or not."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def fsync_file(path: Path) -> None:

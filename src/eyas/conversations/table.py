@@ -8,6 +8,7 @@ set larger than memory costs disk, not memory.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,8 @@ from eyas.contracts import Conversation
 from eyas.errors import DataError, DiskError
 
 FILE_NAME = "conversations.parquet"
+DIGEST_KEY = "eyas.rows_sha256"
+"""Key of the file's metadata: digest of all rows in order, checked when the last row is read."""
 GROUP_ROWS = 4096
 GROUP_TEXT_BYTES = 16 << 20
 """A row group is closed at either limit, so that readers hold little at a time."""
@@ -119,11 +122,13 @@ def _insert(database: sqlite3.Connection, row: Conversation) -> None:
 def _write_sorted(path: Path, rows: Iterable[tuple[str, ...]]) -> None:
     group: list[tuple[str, ...]] = []
     group_bytes = num_rows = 0
+    digest_of_rows = hashlib.sha256()
     with pq.ParquetWriter(
         path, SCHEMA, compression="zstd", compression_level=3, use_dictionary=False, write_statistics=False
     ) as writer:
         for row in rows:
             group.append(row)
+            digest_of_rows.update(canonical_json(row).encode())
             num_rows += 1
             group_bytes += sum(map(len, row))
             if len(group) == GROUP_ROWS or group_bytes >= GROUP_TEXT_BYTES:
@@ -131,6 +136,7 @@ def _write_sorted(path: Path, rows: Iterable[tuple[str, ...]]) -> None:
                 group, group_bytes = [], 0
         if group:
             _write_group(writer, group)
+        writer.add_key_value_metadata({DIGEST_KEY: digest_of_rows.hexdigest()})
     if not num_rows:
         raise DataError("no conversation to write, expected at least one", "see the counts of rejected rows above")
 
@@ -144,13 +150,14 @@ def read_conversations(folder: Path) -> Iterator[Conversation]:
     """Rows in stored order, one row group in memory at a time.
 
     Raises:
-        DataError: The file is missing, damaged, or holds no conversations.
+        DataError: The file is missing, damaged, or holds no conversations; other rows than those written are
+            known when the last one was read.
     """
     path = folder / FILE_NAME
     hint = "run `make repro`, or `dvc checkout` if it was made before"
     if not path.is_file():
         raise DataError(f"{path} is missing", hint)
-    num_read = 0
+    num_read, digest_of_rows = 0, hashlib.sha256()
     try:
         with pq.ParquetFile(path) as file:
             if not file.schema_arrow.equals(SCHEMA):
@@ -159,10 +166,19 @@ def read_conversations(folder: Path) -> Iterator[Conversation]:
                 )
             for batch in file.iter_batches(batch_size=256):
                 for row in batch.to_pylist():
+                    digest_of_rows.update(canonical_json(list(row.values())).encode())
                     yield _to_conversation(row)
                     num_read += 1
-    except (pa.ArrowInvalid, OSError, ValueError) as error:
-        raise DataError(f"{path} is damaged after {num_read:,} rows: {error}", hint) from error
+            stored = (file.metadata.metadata or {}).get(DIGEST_KEY.encode(), b"").decode()
+    except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path} is damaged after {num_read:,} rows: {reason}", hint) from error
+    if stored != digest_of_rows.hexdigest():
+        raise DataError(
+            f"{path} is damaged: its {num_read:,} rows have digest {digest_of_rows.hexdigest()[:16]}, "
+            f"expected {stored[:16] or 'one in its metadata'}",
+            hint,
+        )
 
 
 def _to_conversation(row: dict[str, Any]) -> Conversation:

@@ -22,7 +22,7 @@ from typing import Any
 
 from eyas import console, fs
 from eyas.canonical import digest
-from eyas.errors import ConfigError
+from eyas.errors import ConfigError, StoreError
 
 RUNS = Path("reports/runs")
 THROUGHPUT = Path("reports/throughput.json")
@@ -94,16 +94,23 @@ def _cpu_s() -> float:
 def _gather_throughput() -> None:
     gathered = {}
     for path in sorted(RUNS.glob("*.json")):
-        record = fs.read_json(path)
-        if record["num_tokens"]:
-            gathered[record["stage"]] = {
-                "tokens": record["num_tokens"],
-                "seconds": record["work_s"],
-                "cpu_seconds": record["cpu_s"],
-                "tokens_per_second": round(record["num_tokens"] / max(record["work_s"], 1e-9), 1),
-                "tokens_per_cpu_second": round(record["num_tokens"] / max(record["cpu_s"], 1e-9), 1),
-            }
+        try:
+            record = fs.read_json(path)
+            if record["num_tokens"]:
+                gathered[record["stage"]] = _throughput(record)
+        except (StoreError, KeyError, TypeError):
+            console.log(f"{path} is no run record; left out of {THROUGHPUT}")
     fs.write_record(THROUGHPUT, gathered)
+
+
+def _throughput(record: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "tokens": record["num_tokens"],
+        "seconds": record["work_s"],
+        "cpu_seconds": record["cpu_s"],
+        "tokens_per_second": round(record["num_tokens"] / max(record["work_s"], 1e-9), 1),
+        "tokens_per_cpu_second": round(record["num_tokens"] / max(record["cpu_s"], 1e-9), 1),
+    }
 
 
 def content_hash(path: Path) -> str | None:

@@ -59,8 +59,8 @@ def main(argv: Sequence[str]) -> None:
 def num_workers() -> int:
     """Worker processes from ``EYAS_WORKERS``; the usable cores, at most 8, when it is not set."""
     text = os.environ.get("EYAS_WORKERS") or str(min(len(os.sched_getaffinity(0)), 8))
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"EYAS_WORKERS: {text!r}, expected a number from 1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"EYAS_WORKERS: {text!r}, expected a number from 1", "unset EYAS_WORKERS")
     return int(text)
 
 

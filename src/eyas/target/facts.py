@@ -43,7 +43,6 @@ OFFSET_NORM_MODELS = (
     "qwen3_next", "recurrent_gemma", "vaultgemma",
 )  # fmt: skip
 """Model types whose final norm scales by 1 + w; a test compares the list with transformers' own modules."""
-TOKENIZER_FAULTS = (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError)
 
 
 def identify(folder: Path, config: TargetConfig, revision: str | None) -> TargetIdentity:
@@ -64,7 +63,7 @@ def identify(folder: Path, config: TargetConfig, revision: str | None) -> Target
     tensors = TensorFiles(folder)
     norm = final_norm(text, tensors)
     tied = _tied(text, raw, tensors)
-    tokenizer = _tokenizer(folder, config)
+    tokenizer = load_tokenizer(folder, config.trust_remote_code)
     eos = _eos_token_ids(folder, text, raw, tokenizer)
     check_fit(tokenizer, eos, sizes["vocab_size"])
     template = _chat_template(tokenizer)
@@ -143,20 +142,6 @@ def _tied(text: dict[str, Any], raw: dict[str, Any], tensors: TensorFiles) -> bo
             raise TargetError("config.json says tie_word_embeddings: false, but there is no lm_head.weight")
         return True
     return stated is True and bool((tensors.read("head") == tensors.read("embedding")).all())
-
-
-def _tokenizer(folder: Path, config: TargetConfig) -> Any:
-    try:
-        return load_tokenizer(folder, config.trust_remote_code)
-    except Exception as error:
-        # The tokenizers library raises plain Exception for a damaged tokenizer.json.
-        if type(error) is not Exception and not isinstance(error, TOKENIZER_FAULTS):
-            raise
-        reason = str(error).strip().splitlines()
-        raise TargetError(
-            f"the tokenizer cannot be loaded: {reason[0] if reason else type(error).__name__}",
-            "check tokenizer.json; a repository with tokenizer code of its own needs target.trust_remote_code: true",
-        ) from error
 
 
 def _eos_token_ids(folder: Path, text: dict[str, Any], raw: dict[str, Any], tokenizer: Any) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
 }
 """Llama's names, and where multi-modal repositories nest their text model (Kimi-K2.5; Gemma 3, Qwen-VL)."""
+LOADING_FAULTS = (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError)
 INDEX = "model.safetensors.index.json"
 
 
@@ -45,25 +46,56 @@ class TargetEnds:
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The target's tokenizer, from local files only; its chat template writes a fixed date."""
+    """The target's tokenizer, from local files only; its chat template writes a fixed date.
+
+    Raises:
+        TargetError: It is damaged, or has code of its own that is not trusted.
+    """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        # The tokenizers library raises plain Exception for a damaged tokenizer.json.
+        if type(error) is not Exception and not isinstance(error, LOADING_FAULTS):
+            raise
+        raise TargetError(
+            f"the tokenizer cannot be loaded: {_first_line(error)}",
+            "check tokenizer.json; a repository with tokenizer code of its own needs target.trust_remote_code: true",
+        ) from error
     tokenizer.chat_template = pin_date(tokenizer.chat_template)
     return tokenizer
 
 
 def load_model(folder: Path, dtype: str, device: str = "cpu", trust_remote_code: bool = False) -> Any:
-    """The target in transformers, in eval mode, from local files only."""
+    """The target in transformers, in eval mode, from local files only.
+
+    Raises:
+        TargetError: transformers cannot run it, or there is no such device.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # it draws on logs too, for seconds of loading
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=trust_remote_code
-    )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise TargetError(
+            "target.device: 'cuda', but torch finds no GPU", "set target.device: cpu, or look with `make doctor`"
+        )
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except LOADING_FAULTS as error:
+        raise TargetError(
+            f"transformers cannot load the target: {_first_line(error)}",
+            "an architecture with code of its own needs target.trust_remote_code: true",
+        ) from error
     return model.eval().requires_grad_(False).to(device)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:

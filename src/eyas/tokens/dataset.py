@@ -15,6 +15,7 @@ Letters: T tokens of one sample.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -119,6 +120,7 @@ def write_tokens(folder: Path, samples: Iterable[TokenSample], rejects: Sequence
             compression_level=3,
             write_statistics=False,
             store_schema=False,
+            write_page_checksum=True,  # lengths are read alone, where the content hash cannot tell
         ) as writer:
             for group in _groups(samples):
                 for sample in group:
@@ -234,25 +236,28 @@ def _combine(row_digests: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(sorted(row_digests))).hexdigest()
 
 
-def _open(folder: Path) -> pq.ParquetFile:
+@contextlib.contextmanager
+def _open(folder: Path) -> Iterator[pq.ParquetFile]:
+    """The parquet file; whatever it balks at inside the block is a ``DataError``."""
     path = Path(folder) / TOKENS_NAME
+    if not path.is_file():
+        raise DataError(f"{path} is missing", REMAKE)
     try:
-        return pq.ParquetFile(path)
-    except FileNotFoundError:
-        raise DataError(f"{path} is missing", REMAKE) from None
-    except pa.ArrowInvalid as error:
-        raise DataError(f"{path} is no parquet file: {error}", REMAKE) from None
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            if not file.schema_arrow.equals(SCHEMA):
+                found = " ".join(str(file.schema_arrow.remove_metadata()).split())
+                raise DataError(f"{path}: columns {found}, expected {', '.join(SCHEMA.names)}", REMAKE)
+            yield file
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{path} is damaged: {' '.join(str(error).split())}", REMAKE) from error
 
 
 def _row_groups(folder: Path) -> Iterator[tuple[dict[str, list], list[np.ndarray], list[np.ndarray]]]:
     with _open(folder) as file:
-        if file.schema_arrow.names != SCHEMA.names:
-            raise DataError(f"{folder}: columns {file.schema_arrow.names}, expected {SCHEMA.names}", REMAKE)
         for i in range(file.num_row_groups):
-            try:
-                table = file.read_row_group(i)
-            except (OSError, pa.ArrowInvalid) as error:
-                raise DataError(f"{folder}: row group {i} cannot be read: {error}", REMAKE) from None
+            table = file.read_row_group(i)
+            if any(column.null_count for column in table.columns):
+                raise DataError(f"{folder}: row group {i} has empty fields", REMAKE)
             columns = {name: table[name].to_pylist() for name in SCHEMA.names[:6]}
             yield columns, _arrays(table["input_ids"]), _arrays(table["loss_mask"])
 

@@ -8,8 +8,10 @@ import json
 import random
 import struct
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eyas.errors import DataError, StoreError
@@ -109,7 +111,7 @@ def test_a_damaged_dataset_is_refused(tmp_path):
     write_tokens(folder, [sample(*range(n)) for n in range(3, 60)])
     (folder / "tokens.parquet").write_bytes((folder / "tokens.parquet").read_bytes()[:-50])
     for read in (read_tokens, read_lengths):
-        with pytest.raises(DataError, match="no parquet file"):
+        with pytest.raises(DataError, match="is damaged"):
             read(folder)
 
 
@@ -124,3 +126,38 @@ def test_rows_of_another_run_are_refused(tmp_path):
 def test_a_missing_dataset_is_an_error_with_a_hint(tmp_path):
     with pytest.raises(StoreError, match=r"missing[\s\S]*hint"):
         read_tokens(tmp_path / "nothing")
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_changed_byte_is_refused_or_harmless(tmp_path, data):
+    """Anywhere in the file, footer included: never other samples or lengths, never another error."""
+    samples = [sample(*range(n)) for n in range(3, 40)]
+    write_tokens(tmp_path / "tokens", samples)
+    path = tmp_path / "tokens" / "tokens.parquet"
+    content = bytearray(path.read_bytes())
+    content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    for read, expected in (
+        (read_tokens, samples),
+        (read_lengths, [(one.sample_id, len(one.input_ids)) for one in samples]),
+    ):
+        try:
+            found = read(tmp_path / "tokens")
+        except DataError:
+            continue
+        assert found == expected
+
+
+def test_columns_of_other_types_are_refused(tmp_path):
+    write_tokens(tmp_path, [sample(1, 2, 3)])
+    table = pq.read_table(tmp_path / "tokens.parquet")
+    as_text = table.set_column(5, "num_tokens", pa.array(["3"]))
+    pq.write_table(as_text, tmp_path / "tokens.parquet")
+    for read in (read_tokens, read_lengths):
+        with pytest.raises(DataError, match="num_tokens: string"):
+            read(tmp_path)
+    mask = table.schema.field("loss_mask")
+    pq.write_table(table.set_column(7, mask, pa.array([None], mask.type)), tmp_path / "tokens.parquet")
+    with pytest.raises(DataError, match="empty fields"):
+        read_tokens(tmp_path)
