@@ -129,8 +129,8 @@ def user_errors() -> Iterator[None]:
         if error.errno not in FILE_SYSTEM_FAULTS:
             raise
         where = f"{error.filename}: " if error.filename is not None else ""
-        fault = EyasError(f"{where}{error.strerror}", "look at it with `ls -ld` and `df -h .`, then run it again")
-        log(f"{style('error', '31;1')}: {fault}")
+        hint = "`make doctor` shows disk and memory, `ls -ld` owner and mode; then run the same command again"
+        log(f"{style('error', '31;1')}: {EyasError(f'{where}{error.strerror}', hint)}")
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         log("interrupted; the same command goes on where this one stopped")

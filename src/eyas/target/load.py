@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from eyas.errors import TargetError
+from eyas.errors import ConfigError, TargetError
 from eyas.target.template import pin_date
 
 if TYPE_CHECKING:
@@ -71,17 +71,15 @@ def load_model(folder: Path, dtype: str, device: str = "cpu", trust_remote_code:
     """The target in transformers, in eval mode, from local files only.
 
     Raises:
-        TargetError: transformers cannot run it, or there is no such device.
+        ConfigError: This machine has no such device.
+        TargetError: transformers cannot run it.
     """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # it draws on logs too, for seconds of loading
-    if device == "cuda" and not torch.cuda.is_available():
-        raise TargetError(
-            "target.device: 'cuda', but torch finds no GPU", "set target.device: cpu, or look with `make doctor`"
-        )
+    require_device("target.device", device)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=trust_remote_code
@@ -96,6 +94,21 @@ def load_model(folder: Path, dtype: str, device: str = "cpu", trust_remote_code:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def require_device(key: str, device: str) -> None:
+    """Check that this machine has a device before anything is loaded for it.
+
+    Raises:
+        ConfigError: There is none that torch can use.
+    """
+    import torch
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"{key}: {device!r}, but torch {torch.__version__} finds no such device here",
+            f"set {key} to cpu; `make doctor` shows what is there",
+        )
 
 
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:

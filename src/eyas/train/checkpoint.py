@@ -136,6 +136,8 @@ def load_drafter(folder: Path, embedding_VD: torch.Tensor) -> tuple[Drafter, Che
         StoreError: The record or the weights are missing, damaged, or do not fit each other.
     """
     meta = fs.read_record(CheckpointMeta, folder / META_NAME)
+    if [file.path for file in meta.files] != [WEIGHTS_NAME]:
+        raise StoreError(f"{folder / META_NAME} does not list {WEIGHTS_NAME} alone", "run `dvc repro -f -s train`")
     for expected in meta.files:
         path = folder / expected.path
         if not path.is_file() or fs.hash_file(path) != expected.sha256:

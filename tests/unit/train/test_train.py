@@ -1,5 +1,6 @@
 """Runs end to end on a tiny target: determinism, exact resume, crashes, refusals."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -21,7 +22,7 @@ from eyas import fs
 from eyas.config.schema import DrafterConfig
 from eyas.contracts import CheckpointMeta
 from eyas.drafter.init import stream_rms
-from eyas.errors import ConfigError, StoreError, TrainError
+from eyas.errors import ConfigError, EyasError, StoreError, TrainError
 from eyas.target.load import read_ends
 from eyas.tokens.draft_vocab import DraftVocab
 from eyas.train import loop
@@ -345,3 +346,23 @@ def golden_numbers(run):
     numbers = {f"loss {name}": value for name, value in metrics["loss"].items()}
     numbers |= {f"norm {name}": float(t.norm()) for name, t in tensors.items() if t.is_floating_point()}
     return numbers
+
+
+def test_states_of_another_target_are_refused(tmp_path):
+    inputs = world.make_inputs(tmp_path)
+    foreign = dataclasses.replace(inputs, identity=world.make_identity(weight_offset=1.0))
+    with pytest.raises(TrainError, match="the states are of target"):
+        world.run(tmp_path, foreign)
+
+
+def test_a_second_training_at_once_is_refused(tmp_path):
+    with fs.volume_lock(tmp_path / "runs/train.lock", "train"), pytest.raises(EyasError, match="is locked by train"):
+        world.run(tmp_path, world.make_inputs(tmp_path))
+
+
+def test_a_record_that_lists_no_weights_is_refused(tmp_path):
+    world.run(tmp_path, world.make_inputs(tmp_path, num_steps=2))
+    record = tmp_path / "drafter/checkpoint.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"files": []}))
+    with pytest.raises(StoreError, match="does not list"):
+        load_drafter(tmp_path / "drafter", torch.zeros(1, 1))

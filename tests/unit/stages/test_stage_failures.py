@@ -1,0 +1,38 @@
+"""What goes wrong around a stage: a damaged note does not undo the work, a refusal is exit code 2."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from eyas import console
+from eyas.stages import common
+
+
+@pytest.mark.parametrize("content", ["[1]", "{}", "x: [", '{"num_tokens": "many"}'])
+def test_a_damaged_run_record_of_another_stage_does_not_fail_a_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reports/runs").mkdir(parents=True)
+    (tmp_path / "reports/runs/train.json").write_text(content)
+    with common.stage_run("plan", [], []) as run:
+        run.num_tokens = 7
+    assert (tmp_path / "reports/runs/plan.json").is_file()
+    assert "reports/runs/train.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS])
+def test_what_the_system_refuses_is_exit_2_with_a_hint(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught, console.user_errors():
+        raise OSError(number, "refused", "some/path")
+    assert caught.value.code == 2
+    assert "some/path" in (err := capsys.readouterr().err)
+    assert "hint:" in err
+
+
+def test_a_fault_of_our_own_keeps_its_traceback() -> None:
+    with pytest.raises(FileNotFoundError), console.user_errors():
+        raise FileNotFoundError(errno.ENOENT, "none", "some/path")
