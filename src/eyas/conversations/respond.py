@@ -27,6 +27,7 @@ from eyas.contracts import Answer, Conversation, Generated, GenerateRequest
 from eyas.conversations.journal import Journal, make_request
 from eyas.conversations.loops import loop_share
 from eyas.conversations.table import FILE_NAME, read_conversations, write_table
+from eyas.errors import DataError
 
 Generate = Callable[[Sequence[GenerateRequest]], Iterator[Generated]]
 REJECTS_NAME = "rejects.jsonl"
@@ -144,6 +145,12 @@ class Responder:
                 is_open = set(map(id, open_threads))
                 yield from (self._finished(thread) for thread in threads if id(thread) not in is_open)
                 threads = self._round(open_threads)
+        if not self.summary.num_rows:
+            reasons = ", ".join(sorted({reason for *_, reason in self._rejects}))
+            raise DataError(
+                f"every one of {self.summary.num_conversations:,} conversations was rejected: {reasons[:400]}",
+                "look at the target's chat template and at respond.max_new_tokens",
+            )
 
     def _threads(self, row: Conversation) -> Iterator[_Thread]:
         yield _Thread(row, "greedy", GREEDY)

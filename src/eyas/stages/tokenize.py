@@ -15,7 +15,7 @@ from eyas.stages import common
 from eyas.target.load import load_tokenizer
 from eyas.target.locate import ensure
 from eyas.tokens.dataset import write_tokens
-from eyas.tokens.draft_vocab import build_draft_vocab
+from eyas.tokens.draft_vocab import build_draft_vocab, check_size
 from eyas.tokens.pipeline import TokenizeRules, tokenize
 from eyas.tokens.statistics import Tally, make_report, report_table, require_samples
 
@@ -27,6 +27,7 @@ def main(argv: Sequence[str]) -> None:
     target_path, conversations, tokens, draft_vocab, report_path = common.paths("tokenize", PATHS, argv)
     params = config.load()
     identity = fs.read_record(TargetIdentity, target_path)
+    check_size(params.tokenize.draft_vocab_size, identity.vocab_size)  # before the work, not after it
     boundaries = config.resolve_boundaries(params.extract, identity.num_layers)
     rules = TokenizeRules(
         max_tokens=params.tokenize.max_tokens,

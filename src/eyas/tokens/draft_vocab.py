@@ -90,6 +90,15 @@ class DraftVocab:
         return vocab
 
 
+def check_size(draft_vocab_size: int, vocab_size: int) -> None:
+    """Raise ``ConfigError`` unless a draft vocab of W fits into a vocab of V."""
+    if not 1 <= draft_vocab_size <= vocab_size:
+        raise ConfigError(
+            f"tokenize.draft_vocab_size: {draft_vocab_size:,}, expected at most {vocab_size:,}: the target's vocab",
+            f"set tokenize.draft_vocab_size to {vocab_size} or less in params.yaml",
+        )
+
+
 def build_draft_vocab(counts_V: np.ndarray, draft_vocab_size: int, always: Iterable[int] = ()) -> DraftVocab:
     """The most frequent W ids; equal counts go to the lower id, so unused ids fill from the lowest.
 
@@ -102,11 +111,7 @@ def build_draft_vocab(counts_V: np.ndarray, draft_vocab_size: int, always: Itera
         ConfigError: W is larger than V, or smaller than the number of required ids.
     """
     vocab_size = len(counts_V)
-    if not 1 <= draft_vocab_size <= vocab_size:
-        raise ConfigError(
-            f"tokenize.draft_vocab_size: {draft_vocab_size:,}, expected at most {vocab_size:,}: the target's vocab",
-            f"set tokenize.draft_vocab_size to {vocab_size} or less in params.yaml",
-        )
+    check_size(draft_vocab_size, vocab_size)
     required = np.unique(np.fromiter(always, dtype=np.int64))
     if len(required) > draft_vocab_size:
         raise ConfigError(

@@ -14,6 +14,7 @@ from eyas.conversations.loops import loop_share
 from eyas.conversations.respond import REJECTS_NAME, Responder, pass_through
 from eyas.conversations.table import conversation_id, read_conversations, write_conversations
 from eyas.engines.registry import make_engine
+from eyas.errors import DataError
 from eyas.target.load import load_tokenizer
 
 VOCAB_SIZE, EOS, CONTEXT = 260, 2, 160
@@ -151,6 +152,21 @@ def test_a_row_that_the_template_rejects_is_listed_and_the_run_goes_on(run):
     assert "a tool speaks, no tools" in listed
     assert listed.count("\n") == 1
     assert run.summary.rejected["chat template"] == 1
+
+
+def test_when_every_row_is_rejected_the_error_says_why(run):
+    with pytest.raises(DataError, match=r"every one of 2 conversations was rejected: prompt longer than the context"):
+        run([row(turns("a")), row(turns("b"))], max_new_tokens=CONTEXT)
+    assert not (run.tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "fault", ["{{ [] | first | length // 0 }}", "{{ 1 // 0 }}", "{{ messages[0].content.nope() }}"]
+)
+def test_no_fault_of_a_template_ends_in_a_traceback(run, fault):
+    run.tokenizer.chat_template = fault
+    with pytest.raises(DataError, match="every one of 1 conversations was rejected: chat template"):
+        run([row(turns("a"))])
 
 
 def test_a_prompt_beyond_the_context_is_listed_with_both_numbers(run):

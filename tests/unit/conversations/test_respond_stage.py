@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from eyas import fs
 from eyas.config import TargetConfig
 from eyas.conversations.table import read_conversations, write_conversations
-from eyas.errors import EyasError
+from eyas.errors import ConfigError, EyasError, TargetError
+from eyas.stages import tokenize
 from eyas.stages.respond import JOURNALS, main
 from eyas.target.fetch import fetch
 
@@ -71,3 +73,22 @@ def test_missing_conversations_are_a_user_error(workspace):
     Path("data/conversations/conversations.parquet").unlink()
     with pytest.raises(EyasError, match=r"conversations.parquet is missing"):
         main(ARGV)
+
+
+def test_a_draft_vocab_beyond_the_vocab_is_refused_before_any_work(workspace):
+    """Nothing of tokenize's three outputs is published."""
+    workspace["tokenize"] = {"draft_vocab_size": 261}
+    Path("params.yaml").write_text(yaml.safe_dump(workspace))
+    before = sorted(Path().rglob("*"))
+    with pytest.raises(ConfigError, match="draft_vocab_size: 261, expected at most 260"):
+        tokenize.main([*ARGV[:2], "data/tokens", "data/draft_vocab", "reports/tokens.json"])
+    assert sorted(Path().rglob("*")) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_named(workspace):
+    workspace["target"]["device"] = "cuda"
+    Path("params.yaml").write_text(yaml.safe_dump(workspace))
+    with pytest.raises(TargetError, match=r"target\.device: 'cuda', but torch finds no GPU"):
+        main(ARGV)
+    assert not Path("data/responses").exists()
