@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import time
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from eyas.errors import EyasError
 
+REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE)
+"""What the system may refuse through no fault of ours: rights, a full or broken disk."""
 PLAIN_PROGRESS_EVERY_S = 15.0
 
 
@@ -113,11 +116,18 @@ def style(text: str, code: str) -> str:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn an ``EyasError`` into its text and exit code 2, Ctrl-C into 130."""
+    """Turn an ``EyasError``, and what the machine refuses, into its text and exit code 2, Ctrl-C into 130."""
     try:
         yield
     except EyasError as error:
         log(f"{style('error', '31;1')}: {error}")
+        raise SystemExit(2) from None
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+        where = f" {error.filename}" if error.filename else ""
+        hint = "`make doctor` shows disk and memory, `ls -ld` owner and mode; then run the same command again"
+        log(f"{style('error', '31;1')}: {error.strerror}{where}\n\nhint: {hint}")
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         log("interrupted; the same command goes on where this one stopped")

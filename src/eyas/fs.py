@@ -95,12 +95,14 @@ def read_json(path: Path) -> Any:
     """Read a JSON file.
 
     Raises:
-        StoreError: The file is missing or is no JSON.
+        StoreError: The file is missing, unreadable or no JSON.
     """
     try:
         return json.loads(Path(path).read_text())
     except FileNotFoundError:
         raise StoreError(f"{path} is missing", "run `make repro`, or `dvc checkout` if it was made before") from None
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}", f"look at it: `ls -ld {path}`") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise StoreError(f"{path} is no JSON: {error}", f"remove it and run `make repro` ({path})") from None
 

@@ -24,6 +24,15 @@ def require(ok: bool, key: str, value: object, expected: str) -> None:
         )
 
 
+DEVICES = ("cpu", "cuda")
+MAX_SEED = 2**63 - 1
+
+
+def require_seed(key: str, seed: int) -> None:
+    """Raise ``ConfigError`` for a seed that some generator refuses."""
+    require(0 <= seed <= MAX_SEED, key, seed, "0 to 2^63 - 1")
+
+
 @dataclass
 class ExpectedShape:
     """Facts of a target that presets state, so that plans and budgets work before a download."""
@@ -61,7 +70,7 @@ class TargetConfig:
         require(
             self.dtype in ("bfloat16", "float32", "float16"), "target.dtype", self.dtype, "bfloat16, float16 or float32"
         )
-        require(self.device in ("cpu", "cuda"), "target.device", self.device, "cpu or cuda")
+        require(self.device in DEVICES, "target.device", self.device, "cpu or cuda")
         if self.source == "wheel":
             require(
                 bool(re.fullmatch(r"[\w.-]+==[\w.]+", self.location)), "target.location", self.location, "NAME==VERSION"
@@ -146,6 +155,7 @@ class RespondConfig:
         require(self.temperature > 0, "respond.temperature", self.temperature, "more than 0")
         require(0 < self.top_p <= 1, "respond.top_p", self.top_p, "more than 0, at most 1")
         require(self.batch_size >= 1, "respond.batch_size", self.batch_size, "1 or more")
+        require_seed("respond.seed", self.seed)
 
 
 @dataclass
@@ -271,9 +281,13 @@ class TrainConfig:
             list(self.betas),
             "two shares below 1",
         )
+        for key in ("weight_decay", "warmup_steps"):
+            require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), "0 or more")
         require(self.max_grad_norm > 0, "train.max_grad_norm", self.max_grad_norm, "more than 0")
         require(0 <= self.min_lr_share <= 1, "train.min_lr_share", self.min_lr_share, "a share")
         require(self.dtype in ("bfloat16", "float32"), "train.dtype", self.dtype, "bfloat16 or float32")
+        require(self.device in DEVICES, "train.device", self.device, "cpu or cuda")
+        require_seed("train.seed", self.seed)
 
 
 @dataclass
@@ -301,7 +315,8 @@ class EvaluateConfig:
         require(self.max_new_tokens >= 1, "evaluate.max_new_tokens", self.max_new_tokens, "1 or more")
         require(self.dtype in ("bfloat16", "float32"), "evaluate.dtype", self.dtype, "bfloat16 or float32")
         require(self.batch_size >= 1, "evaluate.batch_size", self.batch_size, "1 or more")
-        require(self.num_bootstrap >= 1, "evaluate.num_bootstrap", self.num_bootstrap, "1 or more")
+        require(1 <= self.num_bootstrap <= 100_000, "evaluate.num_bootstrap", self.num_bootstrap, "1 to 100,000")
+        require_seed("evaluate.seed", self.seed)
 
 
 @dataclass
@@ -317,7 +332,8 @@ class ExportConfig:
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""
         known = all(server in ("sglang", "vllm") for server in self.servers) and bool(self.servers)
-        require(known, "export.servers", list(self.servers), "one or more of sglang, vllm")
+        once = len(set(self.servers)) == len(self.servers)
+        require(known and once, "export.servers", list(self.servers), "one or more of sglang, vllm, each once")
         require(self.dtype in ("bfloat16", "float32"), "export.dtype", self.dtype, "bfloat16 or float32")
         local = self.target_name.startswith(("/", ".", "~"))
         require(not local, "export.target_name", self.target_name, "a name, not a local path")

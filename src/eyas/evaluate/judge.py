@@ -71,9 +71,15 @@ def judge(
             f"these are {reader.manifest.identity[:16]}, expected the same",
             "`dvc repro train`",
         )
+    if meta.target != target.digest:
+        raise EvaluateError(
+            f"the drafter was trained for target {meta.target[:16]}, this is {target.digest[:16]}, expected the same",
+            "`dvc repro train`",
+        )
     chosen = held_out(reader.samples)
     walked, baseline = _walk_all(drafter, untrained, reader, chosen, ends.head_VD, config)
-    prompts, answers = read_prompts(reader, chosen, config.decode_prompts)
+    room = target.max_position_embeddings - config.max_new_tokens - config.chain_length
+    prompts, answers = read_prompts(reader, chosen, config.decode_prompts, room)
     decoded, times = decode_all(drafter, load_target(), meta, target, prompts, answers, config)
     result = acceptance_report(
         walked=walked,
@@ -156,10 +162,16 @@ def walk_group(
     ]
 
 
-def read_prompts(reader: ShardReader, chosen: HeldOut, per_set: int) -> tuple[list[Prompt], list[tuple[int, ...]]]:
+def read_prompts(
+    reader: ShardReader, chosen: HeldOut, per_set: int, room: int
+) -> tuple[list[Prompt], list[tuple[int, ...]]]:
     """Prompts to decode and the stored first answers; ``per_set`` 0 takes all of every set.
 
-    A document that opens with an assistant token has no prompt and is left out.
+    A document that opens with an assistant token has no prompt and is left out, and so is a prompt longer
+    than ``room``: the target's context less what decoding adds.
+
+    Raises:
+        EvaluateError: No prompt is left, so that losslessness would be claimed of nothing.
     """
     prompts: list[Prompt] = []
     answers: list[tuple[int, ...]] = []
@@ -168,12 +180,18 @@ def read_prompts(reader: ShardReader, chosen: HeldOut, per_set: int) -> tuple[li
         if per_set and taken.get(sample.source, 0) >= per_set:
             continue
         states = reader.read(sample.sample_id)
-        start, end = spans(states.loss_mask_T.numpy())[0]
-        if start == 0:
+        found = spans(states.loss_mask_T.numpy())
+        if not found or not 0 < found[0][0] <= room:
             continue
+        start, end = found[0]
         taken[sample.source] = taken.get(sample.source, 0) + 1
         prompts.append(Prompt(sample.sample_id, sample.source, tuple(states.input_ids_T[:start].tolist())))
         answers.append(tuple(states.input_ids_T[start:end].tolist()))
+    if not prompts:
+        raise EvaluateError(
+            f"none of {len(chosen.samples):,} held-out documents has a prompt of 1 to {room:,} tokens to decode",
+            "lower evaluate.max_new_tokens: the target's context must hold prompt, answer and drafts",
+        )
     return prompts, answers
 
 

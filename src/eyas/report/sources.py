@@ -6,6 +6,7 @@ Everything is optional: a missing input is shown as not measured, never made up.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,8 @@ from eyas.errors import ConfigError, StoreError
 Record = TypeVar("Record")
 CURVES = Path("reports/train/plots/metrics")
 SERIES_INDEX = re.compile(r"^(.*?)(?:/step)?[_./-]?(\d+)$")
+COSTS = ("wall_s", "cpu_s", "peak_rss_bytes")
+SPEEDS = ("tokens", "tokens_per_second", "tokens_per_cpu_second")
 STAGES = ("fetch", "ingest", "respond", "tokenize", "plan", "extract", "train", "evaluate", "export", "report")
 
 
@@ -85,7 +88,7 @@ def gather(root: Path) -> Sources:
         checkpoint=_record(CheckpointMeta, root / "models/drafter/checkpoint.json"),
         acceptance=_record(AcceptanceReport, root / "reports/acceptance.json"),
         export=_record(ExportMeta, root / "models/export/export.json"),
-        throughput=fs.read_json(throughput) if throughput.is_file() else {},
+        throughput=_notes(throughput, SPEEDS) if throughput.is_file() else {},
         runs=_runs(root / "reports/runs"),
         curves=read_curves(root / CURVES),
         outputs=_outputs(root / "dvc.lock"),
@@ -105,7 +108,18 @@ def _params(path: Path) -> config.Params | None:
 
 
 def _runs(folder: Path) -> dict[str, dict[str, Any]]:
-    return {stage: fs.read_json(path) for stage in STAGES if (path := folder / f"{stage}.json").is_file()}
+    found = {stage: path for stage in STAGES if (path := folder / f"{stage}.json").is_file()}
+    return {stage: _note(fs.read_json(path), COSTS, path) for stage, path in found.items()}
+
+
+def _notes(path: Path, numbers: Sequence[str]) -> dict[str, dict[str, Any]]:
+    return {name: _note(note, numbers, path) for name, note in _note(fs.read_json(path), (), path).items()}
+
+
+def _note(note: Any, numbers: Sequence[str], path: Path) -> dict[str, Any]:
+    if not isinstance(note, dict) or not all(isinstance(note.get(name), (int, float)) for name in numbers):
+        raise StoreError(f"{path} is no note of a run", f"remove it, the stage's next run writes it: rm {path}")
+    return note
 
 
 def read_curves(folder: Path) -> tuple[Curve, ...]:
@@ -138,10 +152,15 @@ def _outputs(path: Path) -> tuple[Output, ...]:
 
     if not path.is_file():
         return ()
-    stages = (yaml.safe_load(path.read_text()) or {}).get("stages", {})
-    return tuple(
-        Output(out["path"], stage, out.get("size", 0), out.get("nfiles", 1), out.get("md5", ""))
-        for stage in STAGES
-        if stage in stages
-        for out in stages[stage].get("outs", ())
-    )
+    try:
+        stages = (yaml.safe_load(path.read_text()) or {}).get("stages", {})
+        return tuple(
+            Output(out["path"], stage, out.get("size", 0), out.get("nfiles", 1), out.get("md5", ""))
+            for stage in STAGES
+            if stage in stages
+            for out in stages[stage].get("outs", ())
+        )
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreError(
+            f"{path} is no lock file of DVC: {error}", "`git checkout dvc.lock`, then `dvc repro`"
+        ) from None

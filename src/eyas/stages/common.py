@@ -22,7 +22,7 @@ from typing import Any
 
 from eyas import console, fs
 from eyas.canonical import digest
-from eyas.errors import ConfigError
+from eyas.errors import ConfigError, EyasError, StoreError
 
 RUNS = Path("reports/runs")
 THROUGHPUT = Path("reports/throughput.json")
@@ -79,8 +79,11 @@ def stage_run(stage: str, reads: Sequence[Path], writes: Sequence[Path]) -> Iter
         "writes": {str(path): content_hash(path) for path in writes},
         "facts": run.facts,
     }
-    fs.write_record(RUNS / f"{stage}.json", record)
-    _gather_throughput()
+    try:
+        fs.write_record(RUNS / f"{stage}.json", record)
+        _gather_throughput()
+    except EyasError as error:  # a note: the work is published, and failing now would make DVC remove it
+        console.log(f"{stage}: the work is done, but its run record is not written: {error}")
     per_s, per_cpu_s = (run.num_tokens / max(seconds, 1e-9) for seconds in (work_s, cpu_s))
     rate = f", {per_s:,.0f} tok/s, {per_cpu_s:,.0f} tok/CPU-s" if run.num_tokens else ""
     console.log(f"{stage}: done in {console.human_seconds(wall_s)} ({cpu_s:,.0f} CPU-s{rate})")
@@ -94,9 +97,9 @@ def _cpu_s() -> float:
 def _gather_throughput() -> None:
     gathered = {}
     for path in sorted(RUNS.glob("*.json")):
-        record = fs.read_json(path)
+        record = read_run(path)
         if record["num_tokens"]:
-            gathered[record["stage"]] = {
+            gathered[path.stem] = {
                 "tokens": record["num_tokens"],
                 "seconds": record["work_s"],
                 "cpu_seconds": record["cpu_s"],
@@ -104,6 +107,21 @@ def _gather_throughput() -> None:
                 "tokens_per_cpu_second": round(record["num_tokens"] / max(record["cpu_s"], 1e-9), 1),
             }
     fs.write_record(THROUGHPUT, gathered)
+
+
+RUN_NUMBERS = ("num_tokens", "work_s", "cpu_s")
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """A run record as ``stage_run`` wrote it.
+
+    Raises:
+        StoreError: It is missing, or another thing.
+    """
+    record = fs.read_json(path)
+    if not isinstance(record, dict) or not all(isinstance(record.get(key), (int, float)) for key in RUN_NUMBERS):
+        raise StoreError(f"{path} is no run record", f"remove it, the stage's next run writes it: rm {path}")
+    return record
 
 
 def content_hash(path: Path) -> str | None:

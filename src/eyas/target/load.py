@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from eyas.errors import TargetError
+from eyas.errors import ConfigError, TargetError
 from eyas.target.template import pin_date
 
 if TYPE_CHECKING:
@@ -54,16 +54,36 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
 
 
 def load_model(folder: Path, dtype: str, device: str = "cpu", trust_remote_code: bool = False) -> Any:
-    """The target in transformers, in eval mode, from local files only."""
+    """The target in transformers, in eval mode, from local files only.
+
+    Raises:
+        ConfigError: This machine has no such device.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    require_device("target.device", device)
     logging.disable_progress_bar()  # it draws on logs too, for seconds of loading
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=trust_remote_code
     )
     return model.eval().requires_grad_(False).to(device)
+
+
+def require_device(key: str, device: str) -> None:
+    """Check that this machine has a device before anything is loaded for it.
+
+    Raises:
+        ConfigError: There is none that torch can use.
+    """
+    import torch
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"{key}: {device!r}, but torch {torch.__version__} finds no such device here",
+            f"set {key} to cpu; `make doctor` shows what is there",
+        )
 
 
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ file that no ``state.json`` names is a left-over of a crash and is ignored.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,10 +111,7 @@ class RunFolder:
     def remove(self) -> None:
         """Forget the run: ``state.json`` first, so that a crash in between leaves nothing to resume."""
         (self.folder / STATE_NAME).unlink(missing_ok=True)
-        for path in self.folder.glob("step-*"):
-            path.unlink()
-        if self.folder.is_dir():
-            self.folder.rmdir()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def publish_drafter(folder: Path, drafter: Drafter, meta: CheckpointMeta) -> CheckpointMeta:
@@ -138,6 +136,8 @@ def load_drafter(folder: Path, embedding_VD: torch.Tensor) -> tuple[Drafter, Che
         StoreError: The record or the weights are missing, damaged, or do not fit each other.
     """
     meta = fs.read_record(CheckpointMeta, folder / META_NAME)
+    if [file.path for file in meta.files] != [WEIGHTS_NAME]:
+        raise StoreError(f"{folder / META_NAME} does not list {WEIGHTS_NAME} alone", "run `dvc repro -f -s train`")
     for expected in meta.files:
         path = folder / expected.path
         if not path.is_file() or fs.hash_file(path) != expected.sha256:

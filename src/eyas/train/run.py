@@ -12,13 +12,14 @@ from eyas.contracts import CheckpointMeta, DrafterShape, ShardManifest, TargetId
 from eyas.drafter.init import init_drafter, resolve_shape
 from eyas.drafter.model import Drafter
 from eyas.errors import TrainError
-from eyas.fs import hash_file
-from eyas.target.load import TargetEnds, read_ends
+from eyas.fs import disk_errors, hash_file, volume_lock
+from eyas.target.load import TargetEnds, read_ends, require_device
 from eyas.tokens.draft_vocab import FILE_NAME, DraftVocab
 from eyas.train.checkpoint import RunFolder, publish_drafter
 from eyas.train.data import calibration_slice
 from eyas.train.loop import Outcome, Trainer
 
+LOCK_NAME = "train.lock"
 NOT_DECIDING = ("checkpoint_every",)
 """Keys of ``train`` that cannot change the result."""
 
@@ -73,9 +74,18 @@ def train(inputs: Inputs, runs_root: Path, output: Path, metrics_folder: Path) -
         metrics_folder: ``reports/train``.
 
     Raises:
-        TrainError: Nothing to train on, a foreign or damaged checkpoint, a loss that is not finite.
+        ConfigError: This machine has no such device.
+        TrainError: Nothing to train on, a foreign or damaged checkpoint, a loss that is not finite; the states
+            are of another target.
+        EyasError: Another training holds the lock.
         KeyboardInterrupt: Stopped by a signal; the same call goes on from there.
     """
+    require_device("train.device", inputs.config.device)
+    if inputs.manifest.capture.target != inputs.identity.digest:
+        raise TrainError(
+            f"the states are of target {inputs.manifest.capture.target[:16]}, expected {inputs.identity.digest[:16]}",
+            "`dvc repro train` makes what is out of date first",
+        )
     vocab, ends = DraftVocab.read(inputs.vocab_folder), target_ends(inputs)
     if vocab.vocab_size != inputs.identity.vocab_size:
         raise TrainError(
@@ -84,10 +94,11 @@ def train(inputs: Inputs, runs_root: Path, output: Path, metrics_folder: Path) -
         )
     drafter = new_drafter(inputs, ends, vocab)
     run = RunFolder(runs_root, inputs.run_key())
-    trainer = Trainer(inputs.config, drafter, ends.head_VD, inputs.reader, run, metrics_folder)
-    outcome = trainer.run()
-    meta = publish_drafter(output, drafter, _meta(inputs, drafter.shape, outcome))
-    run.remove()
+    with disk_errors(runs_root), volume_lock(runs_root / LOCK_NAME, "train"):
+        trainer = Trainer(inputs.config, drafter, ends.head_VD, inputs.reader, run, metrics_folder)
+        outcome = trainer.run()
+        meta = publish_drafter(output, drafter, _meta(inputs, drafter.shape, outcome))
+        run.remove()
     return meta, outcome
 
 

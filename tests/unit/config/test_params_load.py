@@ -48,6 +48,27 @@ CASES = {
     "null": ("\n  lr: 0.001\n", "\n  lr: null\n", "train.lr: no value (null), expected a number", ""),
     "not finite": ("\n  lr: 0.001\n", "\n  lr: .nan\n", "train.lr: nan, expected a finite number", ""),
     "out of range": ("\n  lr: 0.001\n", "\n  lr: -1\n", "train.lr: -1.0, expected more than 0", ""),
+    "negative decay": ("  weight_decay: 0.0", "  weight_decay: -1", "train.weight_decay: -1.0, expected 0 or more", ""),
+    "negative warm-up": ("  warmup_steps: 20", "  warmup_steps: -3", "train.warmup_steps: -3, expected 0 or more", ""),
+    "unknown device": (
+        "  dtype: bfloat16\n  device: cpu\n  checkpoint_every",
+        "  dtype: bfloat16\n  device: tpu\n  checkpoint_every",
+        "train.device: 'tpu', expected cpu or cuda",
+        "",
+    ),
+    "negative seed": (
+        "  num_bootstrap: 1000\n  seed: 0",
+        "  num_bootstrap: 1000\n  seed: -1",
+        "evaluate.seed: -1, expected 0 to 2^63 - 1",
+        "",
+    ),
+    "seed beyond 64 bits": (
+        "  log_every: 50\n  seed: 0",
+        "  log_every: 50\n  seed: 9223372036854775808",
+        "train.seed: 9223372036854775808, expected 0 to 2^63 - 1",
+        "",
+    ),
+    "server twice": ("  - vllm\n", "  - sglang\n", "export.servers: ['sglang', 'sglang'], expected one or more", ""),
     "number for list": ("  boundaries: []", "  boundaries: 3", "extract.boundaries: 3, expected a list", ""),
     "text in list": (
         "  boundaries: []",

@@ -25,7 +25,7 @@ from eyas.drafter.model import Drafter
 from eyas.drafter.rows import Document, pack_documents
 from eyas.drafter.ttt import unroll
 from eyas.errors import EvaluateError
-from eyas.evaluate.judge import judge
+from eyas.evaluate.judge import judge, read_prompts
 from eyas.evaluate.report import held_out
 from eyas.plan.build import build_plan
 from eyas.shards.reader import ShardReader
@@ -34,6 +34,7 @@ from eyas.target.load import TargetEnds
 from eyas.tokens.dataset import make_sample
 
 V, D, BOUNDARIES, LIMIT, CHAIN, EOS = 61, 32, (1, 2, 3), 14, 3, 5
+CONTEXT = 128
 CONFIG = EvaluateConfig(chain_length=CHAIN, max_new_tokens=LIMIT, dtype="float32", batch_size=4, num_bootstrap=50)
 
 
@@ -47,7 +48,7 @@ def model() -> LlamaForCausalLM:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=128,
+        max_position_embeddings=CONTEXT,
         initializer_range=0.4,
     )
     return LlamaForCausalLM(config).eval().requires_grad_(False)
@@ -127,7 +128,7 @@ def make_drafter(reader: ShardReader, model: LlamaForCausalLM, num_steps: int) -
         draft_vocab_size=W,
         rms_norm_eps=1e-6,
         rope_theta=10000.0,
-        max_position_embeddings=128,
+        max_position_embeddings=CONTEXT,
         fc_norm=False,
         norm_output=False,
     )
@@ -163,22 +164,8 @@ def judged(reader, model, drafters):
     return run(reader, model, drafters)
 
 
-def run(reader: ShardReader, model: LlamaForCausalLM, drafters: tuple[Drafter, Drafter], **changes):
-    drafter, untrained = drafters
-    meta = CheckpointMeta(
-        shape=drafter.shape,
-        boundaries=BOUNDARIES,
-        capture_identity=reader.manifest.identity,
-        target="a" * 64,
-        tokens="b" * 64,
-        num_steps=1,
-        num_trained_rows=1,
-        ttt_steps=3,
-        seed=0,
-        revision=1,
-        files=(),
-    )
-    target = TargetIdentity(
+def tiny_target() -> TargetIdentity:
+    return TargetIdentity(
         source="directory:tiny",
         revision="0",
         files=(),
@@ -187,13 +174,31 @@ def run(reader: ShardReader, model: LlamaForCausalLM, drafters: tuple[Drafter, D
         num_layers=4,
         hidden_size=D,
         vocab_size=V,
-        max_position_embeddings=128,
+        max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
         dtype="float32",
         final_norm=FinalNorm(kind="rms_norm", eps=1e-6, weight_offset=0.0, num_zero_scales=0),
         eos_token_ids=(EOS,),
         tokenizer_sha256="",
         chat_template_sha256="",
+    )
+
+
+def run(reader: ShardReader, model: LlamaForCausalLM, drafters: tuple[Drafter, Drafter], **changes):
+    drafter, untrained = drafters
+    target = tiny_target()
+    meta = CheckpointMeta(
+        shape=drafter.shape,
+        boundaries=BOUNDARIES,
+        capture_identity=reader.manifest.identity,
+        target=target.digest,
+        tokens="b" * 64,
+        num_steps=1,
+        num_trained_rows=1,
+        ttt_steps=3,
+        seed=0,
+        revision=1,
+        files=(),
     )
     ends = TargetEnds(
         embedding_VD=model.get_input_embeddings().weight,
@@ -262,6 +267,24 @@ def test_shorter_limit_decodes_a_prefix(reader, model, drafters) -> None:
 def test_states_of_another_capture_are_refused(reader, model, drafters) -> None:
     with pytest.raises(EvaluateError, match="trained on states cccc"):
         run(reader, model, drafters, meta={"capture_identity": "c" * 64})
+
+
+def test_a_drafter_of_another_target_is_refused(reader, model, drafters) -> None:
+    with pytest.raises(EvaluateError, match="trained for target cccc"):
+        run(reader, model, drafters, meta={"target": "c" * 64})
+
+
+def test_prompts_that_leave_no_room_are_not_decoded(reader, model, drafters) -> None:
+    """The walk judges them all the same; none left is an error that names the parameter."""
+    with pytest.raises(EvaluateError, match="has a prompt of 1 to") as caught:
+        run(reader, model, drafters, max_new_tokens=CONTEXT)
+    assert "evaluate.max_new_tokens" in (caught.value.hint or "")
+    chosen = held_out(reader.samples)
+    lengths = [reader.read(s.sample_id).loss_mask_T.tolist().index(1) for s in chosen.samples]
+    room = sorted(lengths)[len(lengths) // 2]
+    prompts, answers = read_prompts(reader, chosen, 0, room)
+    assert [len(p.ids) for p in prompts] == [n for n in lengths if n <= room]
+    assert len(answers) == len(prompts)
 
 
 def stored(source: str, split: str, variant: str, name: str) -> StoredSample:

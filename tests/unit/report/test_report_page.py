@@ -56,6 +56,18 @@ def words(page: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", page.split("</style>")[1]))
 
 
+NOTES = ("reports/runs/train.json", "reports/throughput.json", "dvc.lock")
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", '{"train": 3, "stages": 3}', "x: [", "\xff"])
+@pytest.mark.parametrize("name", NOTES)
+def test_a_damaged_note_is_named(finished: Path, name: str, content: str) -> None:
+    (finished / name).write_text(content, encoding="latin-1")
+    with pytest.raises(StoreError, match=name) as caught:
+        summary_text(finished)
+    assert caught.value.hint
+
+
 def test_full_page_shows_every_figure(finished: Path) -> None:
     page = render(gather(finished))
     assert_well_formed(page)
