@@ -23,9 +23,6 @@ BYTES_PER_TOKEN_ID = 4  # int32
 BYTES_PER_MASK = 1  # uint8
 
 
-# ── target ────────────────────────────────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileDigest:
     """One file by its path relative to a folder, its size and its SHA-256."""
@@ -76,9 +73,6 @@ class TargetIdentity:
         return digest(self)
 
 
-# ── conversations ─────────────────────────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """How one assistant turn came about when the target wrote it."""
@@ -110,32 +104,6 @@ class Conversation:
     """``given``, ``greedy`` or ``sample-<i>``: where the assistant turns come from."""
     answers: tuple[Answer, ...] = ()
     """One per assistant turn that the target wrote, in order; empty when given."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
-    """One prompt to continue."""
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    max_new_tokens: int
-    temperature: float
-    """0 is greedy."""
-    top_p: float
-    seed: int
-    """Decides the sampled tokens together with the prompt, whatever runs beside it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
-    """A continuation; its ids end with the end-of-turn token when ``finish`` is ``stop``."""
-
-    request_id: str
-    ids: tuple[int, ...]
-    finish: Literal["stop", "length"]
-
-
-# ── tokens ────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,9 +146,6 @@ class TokenReport:
     """Share of assistant tokens inside the draft vocab, by split."""
     tokens_sha256: str
     schema_version: int = SCHEMA_VERSION
-
-
-# ── plan ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,9 +222,6 @@ def payload_bytes(num_tokens: int, hidden_size: int, num_streams: int) -> int:
     return num_tokens * num_streams * hidden_size * BYTES_PER_STATE
 
 
-# ── hidden states ─────────────────────────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSample:
     """A sample as its shard's header lists it, so that a shard is usable alone."""
@@ -327,9 +289,6 @@ class ShardManifest:
         return self.capture.boundaries
 
 
-# ── drafter ───────────────────────────────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterShape:
     """Sizes and switches of an EAGLE-3 drafter; enough to build it without its training run."""
@@ -370,9 +329,6 @@ class CheckpointMeta:
     revision: int
     files: tuple[FileDigest, ...]
     schema_version: int = SCHEMA_VERSION
-
-
-# ── acceptance ────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -437,9 +393,6 @@ class AcceptanceReport:
     capture_identity: str
     seed: int
     schema_version: int = SCHEMA_VERSION
-
-
-# ── export ────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from eyas import console, fs
 from eyas.canonical import canonical_json, digest
-from eyas.contracts import Generated, GenerateRequest
+from eyas.conversations.generation import Generated, GenerateRequest
 
 SYNC_EVERY = 64
 """Answers that a power cut may cost; a killed process loses none of those written."""

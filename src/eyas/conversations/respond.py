@@ -23,7 +23,8 @@ from jinja2 import TemplateError
 from eyas import console, fs
 from eyas.canonical import canonical_json, digest
 from eyas.config import RespondConfig
-from eyas.contracts import Answer, Conversation, Generated, GenerateRequest
+from eyas.contracts import Answer, Conversation
+from eyas.conversations.generation import Generated, GenerateRequest
 from eyas.conversations.journal import Journal, make_request
 from eyas.conversations.loops import loop_share
 from eyas.conversations.table import FILE_NAME, read_conversations, write_table

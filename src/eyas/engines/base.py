@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from eyas.contracts import EngineFacts, Generated, GenerateRequest, TokenSample
+    from eyas.contracts import EngineFacts, TokenSample
+from eyas.conversations.generation import Generated, GenerateRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from eyas.contracts import EngineFacts, Generated, GenerateRequest, TargetIdentity, TokenSample
+from eyas.contracts import EngineFacts, TargetIdentity, TokenSample
+from eyas.conversations.generation import Generated, GenerateRequest
 from eyas.engines.base import CapturedSample
 from eyas.errors import CaptureError
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from eyas.contracts import Generated, GenerateRequest
+from eyas.conversations.generation import Generated, GenerateRequest
 from eyas.engines.decode import BlockDecoder
 from eyas.engines.sampling import choose, draw_key, uniform
 from eyas.errors import CaptureError

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import transformers
 
-from eyas.contracts import EngineFacts, Generated, GenerateRequest, TargetIdentity, TokenSample
+from eyas.contracts import EngineFacts, TargetIdentity, TokenSample
+from eyas.conversations.generation import Generated, GenerateRequest
 from eyas.engines.base import CapturedSample
 from eyas.engines.checks import check_sample
 from eyas.engines.generate import generate

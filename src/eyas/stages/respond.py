@@ -7,7 +7,8 @@ from pathlib import Path
 
 from eyas import config, console, fs
 from eyas.canonical import digest
-from eyas.contracts import Generated, GenerateRequest, TargetIdentity
+from eyas.contracts import TargetIdentity
+from eyas.conversations.generation import Generated, GenerateRequest
 from eyas.conversations.journal import Journal
 from eyas.conversations.respond import REJECTS_NAME, Responder, RespondSummary, pass_through
 from eyas.engines.base import Engine

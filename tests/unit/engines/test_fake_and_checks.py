@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from eyas.contracts import GenerateRequest, TokenSample
+from eyas.contracts import TokenSample
+from eyas.conversations.generation import GenerateRequest
 from eyas.engines.checks import check_captured
 from eyas.engines.registry import make_engine
 from eyas.errors import CaptureError

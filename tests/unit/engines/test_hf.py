@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from eyas.contracts import GenerateRequest, TokenSample
+from eyas.contracts import TokenSample
+from eyas.conversations.generation import GenerateRequest
 from eyas.engines.checks import check_captured
 from eyas.engines.generate import bucket_rows
 from eyas.engines.registry import make_engine
