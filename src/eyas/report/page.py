@@ -135,7 +135,8 @@ def _curves(sources: Sources) -> Iterator[str]:
         for group, members in ((g, list(m)) for g, m in groupby(curves, key=lambda curve: curve.group))
     ]
     content = f"<div class=charts>{''.join(charts)}</div>" if charts else paragraph("Not measured.", "muted")
-    yield section("Training, over optimizer steps", content)
+    note = "Of rows that train, on training text: higher than the held-out figures above, and no estimate of them."
+    yield section("Training, over optimizer steps", content + paragraph(note, "muted"))
 
 
 def _data(sources: Sources) -> Iterator[str]:
