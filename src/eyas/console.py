@@ -14,7 +14,7 @@ from eyas.errors import EyasError
 PLAIN_PROGRESS_EVERY_S = 15.0
 FILE_SYSTEM_FAULTS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOTDIR, errno.EISDIR,
-    errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE,
+    errno.EEXIST, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE,
 )  # fmt: skip
 """What permissions, mounts, disks and odd paths cause, wherever a file is touched; never a fault of ours."""
 

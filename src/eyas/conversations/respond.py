@@ -147,9 +147,9 @@ class Responder:
                 yield from (self._finished(thread) for thread in threads if id(thread) not in is_open)
                 threads = self._round(open_threads)
         if not self.summary.num_rows:
-            reasons = ", ".join(sorted({reason for *_, reason in self._rejects}))
+            reason = min((reason for *_, reason in self._rejects), default="")
             raise DataError(
-                f"every one of {self.summary.num_conversations:,} conversations was rejected: {reasons[:400]}",
+                f"every one of {self.summary.num_conversations:,} conversations was rejected, one for: {reason}",
                 "look at the target's chat template and at respond.max_new_tokens",
             )
 

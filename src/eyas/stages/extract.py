@@ -12,12 +12,14 @@ from eyas.engines.base import Engine
 from eyas.engines.loop import ExtractLimits, ExtractResult, extract
 from eyas.engines.registry import make_engine
 from eyas.errors import PlanError
+from eyas.plan.build import build_plan
 from eyas.plan.cache import cache_types, check_links
 from eyas.plan.identity import capture_identity
 from eyas.stages import common
 from eyas.target.locate import ensure
-from eyas.tokens.dataset import iter_tokens, read_index
+from eyas.tokens.dataset import iter_tokens, read_index, read_lengths
 
+REPLAN = "make the plan again: `dvc repro plan`"
 PATHS = ("TARGET_JSON", "TOKENS", "PLAN_JSON", "HIDDEN_STATES", "MANIFEST_JSON")
 
 
@@ -29,8 +31,7 @@ def main(argv: Sequence[str]) -> None:
     plan = fs.read_record(CapturePlan, plan_path)
     _check_plan(params, target, plan, tokens_path)
     with common.stage_run("extract", [target_path, tokens_path, plan_path], [out, manifest_path]) as run:
-        planned = {sample.sample_id for shard in plan.shards for sample in shard.samples}
-        tokens = {sample.sample_id: sample for sample in iter_tokens(tokens_path) if sample.sample_id in planned}
+        tokens = {sample.sample_id: sample for sample in iter_tokens(tokens_path)}
         limits = ExtractLimits(
             reserve_bytes=params.extract.reserve_bytes,
             max_failed_samples=params.extract.max_failed_samples,
@@ -45,13 +46,15 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _check_plan(params: Params, target: TargetIdentity, plan: CapturePlan, tokens: Path) -> None:
-    """The plan must be of exactly these parameters, this target and these tokens."""
+    """The plan must be the one that these parameters, this target and these tokens give, to the last figure."""
     capture = capture_identity(params.extract, target, params.target, read_index(tokens).tokens_sha256)
     if plan.identity != capture.digest:
         raise PlanError(
             f"the plan's capture identity is {plan.identity}, parameters, target and tokens give {capture.digest}",
-            "make the plan again: `dvc repro plan`",
+            REPLAN,
         )
+    if plan != build_plan(read_lengths(tokens), capture, target.hidden_size):
+        raise PlanError("the plan's samples, shards or counts are not those of its own identity", REPLAN)
 
 
 def _engine(params: Params, target: TargetIdentity, plan: CapturePlan) -> Engine:

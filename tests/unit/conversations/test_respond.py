@@ -155,7 +155,9 @@ def test_a_row_that_the_template_rejects_is_listed_and_the_run_goes_on(run):
 
 
 def test_when_every_row_is_rejected_the_error_says_why(run):
-    with pytest.raises(DataError, match=r"every one of 2 conversations was rejected: prompt longer than the context"):
+    with pytest.raises(
+        DataError, match=r"every one of 2 conversations was rejected, one for: prompt longer than the context"
+    ):
         run([row(turns("a")), row(turns("b"))], max_new_tokens=CONTEXT)
     assert not (run.tmp_path / "out").exists()
 
@@ -165,7 +167,7 @@ def test_when_every_row_is_rejected_the_error_says_why(run):
 )
 def test_no_fault_of_a_template_ends_in_a_traceback(run, fault):
     run.tokenizer.chat_template = fault
-    with pytest.raises(DataError, match="every one of 1 conversations was rejected: chat template"):
+    with pytest.raises(DataError, match="every one of 1 conversations was rejected, one for: chat template"):
         run([row(turns("a"))])
 
 

@@ -78,6 +78,17 @@ def test_a_plan_of_other_tokens_is_refused(repository):
         stage_extract.main(EXTRACT)
 
 
+@pytest.mark.parametrize("key", ["num_tokens", "num_samples", "payload_bytes", "hidden_size", "shards"])
+def test_a_plan_edited_under_its_identity_is_refused(repository, key):
+    """Or an account would be published that counts tokens which nobody planned."""
+    plan = fs.read_json(Path("data/plan.json"))
+    plan[key] = plan[key][::-1] if key == "shards" else plan[key] + 1
+    fs.write_record(Path("data/plan.json"), plan)
+    with pytest.raises(PlanError, match="not those of its own identity"):
+        stage_extract.main(EXTRACT)
+    assert not Path("data/hidden_states").exists()
+
+
 def test_an_error_ends_the_process_with_code_2_and_a_hint(repository):
     set_params(reserve_bytes=10**18)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
