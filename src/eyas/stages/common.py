@@ -99,8 +99,8 @@ def _gather_throughput() -> None:
     for path in sorted(RUNS.glob("*.json")):
         try:
             record = read_run(path)
-        except StoreError as error:
-            console.log(f"{error.message}; left out of {THROUGHPUT}")
+        except StoreError:
+            console.log(f"{path} is no run record; left out of {THROUGHPUT}")
             continue
         if record["num_tokens"]:
             gathered[path.stem] = _throughput(record)
