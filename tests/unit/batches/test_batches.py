@@ -114,8 +114,8 @@ def test_a_damaged_sample_stops_the_consumer_with_its_own_error():
 def test_a_hundred_thousand_samples_start_within_seconds():
     """Case 72: the first batch needs the index and one read, not a scan."""
     reader = MemoryReader([stored(i) for i in range(100_000)])
-    start = time.process_time()
+    start = time.perf_counter()
     batch = take(BatchLoader(reader, 64, 0), 1)[0]
     assert len(batch.documents) == 12
-    assert time.process_time() - start < 5
+    assert time.perf_counter() - start < 5
     assert len(reader.reads) <= 12 * (READ_AHEAD + 2)

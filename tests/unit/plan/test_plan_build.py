@@ -150,9 +150,9 @@ def test_padding_share_by_hand():
 
 def test_a_hundred_thousand_samples_plan_in_seconds():
     samples = named(sharegpt_lengths(1000, 4096) * 120)
-    start_s = time.process_time()
+    start_s = time.perf_counter()
     plan = build_plan(samples, capture(shard_bytes=1 << 30), 4096)
-    assert time.process_time() - start_s < 10
+    assert time.perf_counter() - start_s < 10
     assert plan.num_samples == 120_000
 
 

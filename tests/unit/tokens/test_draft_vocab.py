@@ -22,9 +22,9 @@ def test_fewer_distinct_tokens_than_the_draft_vocab():
     counts_V = np.zeros(163_840, dtype=np.int64)
     used = rng.choice(163_840, 6_054, replace=False)
     counts_V[used] = rng.integers(1, 1000, 6_054)
-    start_s = time.process_time()
+    start_s = time.perf_counter()
     vocab = build_draft_vocab(counts_V, 32_000)
-    assert time.process_time() - start_s < 1
+    assert time.perf_counter() - start_s < 1
     targets = vocab.target_ids_W.numpy()
     assert len(targets) == 32_000 == int(vocab.t2d_V.sum())
     assert (np.diff(targets) > 0).all()
