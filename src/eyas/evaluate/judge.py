@@ -65,17 +65,7 @@ def judge(
     Raises:
         EvaluateError: Nothing was held out, the states are of another capture, or decoding is not lossless.
     """
-    if reader.manifest.identity != meta.capture_identity:
-        raise EvaluateError(
-            f"the drafter was trained on states {meta.capture_identity[:16]}, "
-            f"these are {reader.manifest.identity[:16]}, expected the same",
-            "`dvc repro train`",
-        )
-    if meta.target != target.digest:
-        raise EvaluateError(
-            f"the drafter was trained for target {meta.target[:16]}, this is {target.digest[:16]}, expected the same",
-            "`dvc repro train`",
-        )
+    _check_belong_together(meta, reader, target)
     chosen = held_out(reader.samples)
     walked, baseline = _walk_all(drafter, untrained, reader, chosen, ends.head_VD, config)
     room = target.max_position_embeddings - config.max_new_tokens - config.chain_length
@@ -101,6 +91,21 @@ def judge(
         "rounds": agreement_of_rounds(walked, decoded, first_answers),
     }
     return result, facts
+
+
+def _check_belong_together(meta: CheckpointMeta, reader: ShardReader, target: TargetIdentity) -> None:
+    """Drafter, states and target must be of one training."""
+    if reader.manifest.identity != meta.capture_identity:
+        raise EvaluateError(
+            f"the drafter was trained on states {meta.capture_identity[:16]}, "
+            f"these are {reader.manifest.identity[:16]}, expected the same",
+            "`dvc repro train`",
+        )
+    if meta.target != target.digest:
+        raise EvaluateError(
+            f"the drafter was trained for target {meta.target[:16]}, this is {target.digest[:16]}, expected the same",
+            "`dvc repro train`",
+        )
 
 
 def _walk_all(
