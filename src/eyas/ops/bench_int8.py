@@ -33,32 +33,34 @@ def measure(reader: ShardReader, plan: CapturePlan, head_VD: torch.Tensor, max_r
         ``calibration``: digest of the scales.
 
     Raises:
-        StoreError: The states are lossy already, or none is left to judge on.
+        StoreError: The states are lossy already or not all there, or no row teaches.
     """
-    from eyas.shards.calibration import calibration_digest, calibration_samples, make_calibration
+    from eyas.shards.calibration import Calibration, calibration_samples, make_calibration
     from eyas.shards.effect import measure_effect
     from eyas.shards.int8 import Int8Codec
 
     capture = reader.manifest.capture
-    if capture.codec == "int8":
-        raise StoreError("the states are stored as int8, expected lossless ones to compare with")
+    if (capture.codec == "int8", capture.last_rows) != (False, "all"):
+        raise StoreError(
+            f"the states are stored as {capture.codec}, rows {capture.last_rows}, expected every row, lossless",
+            "compare on a set with extract.codec blosc2 and extract.last_rows all",
+        )
     chosen = calibration_samples(plan)
     stored = [reader.read(sample.sample_id) for sample in chosen]
-    calibration_ND = make_calibration((states.aux_TAD, states.last_TD) for states in stored)
+    scales_ND = make_calibration((states.aux_TAD, states.last_TD) for states in stored)
     seen = {sample.sample_id for sample in chosen}
     others = [s for s in reader.samples if s.sample_id not in seen] or list(reader.samples)
-    effect = measure_effect(Int8Codec(calibration_ND), _rows(reader, spread(others), max_rows), head_VD)
-    set_bytes = plan.payload_bytes
+    effect = measure_effect(Int8Codec(scales_ND), _rows(reader, spread(others), max_rows), head_VD)
     names = [*(f"aux {boundary}" for boundary in capture.boundaries), "last"]
     return {
-        "int8_ratio": effect.ratio + calibration_ND.nbytes * len(plan.shards) / set_bytes,
+        "int8_ratio": effect.ratio + scales_ND.nbytes * len(plan.shards) / plan.payload_bytes,
         "int8_kl": effect.kl,
         "int8_top1": effect.top1,
         "relative_error": dict(zip(names, effect.relative_error, strict=True)),
         "num_judged_rows": effect.num_judged_rows,
         "num_aux_rows": effect.num_aux_rows,
         "num_calibration_tokens": sum(sample.num_tokens for sample in chosen),
-        "calibration": calibration_digest(calibration_ND),
+        "calibration": Calibration(scales_ND).digest,
     }
 
 
@@ -69,12 +71,13 @@ def spread(samples: Sequence[StoredSample]) -> Iterator[StoredSample]:
 
 
 def _rows(reader: ShardReader, samples: Iterator[StoredSample], max_rows: int) -> Iterator[Rows]:
-    from eyas.shards.effect import Rows, judged_rows
+    from eyas.rows import stored_rows
+    from eyas.shards.effect import Rows
 
     left = max_rows
     for sample in samples:
         states = reader.read(sample.sample_id)
-        last_RD = states.last_TD[judged_rows(states.loss_mask_T)][:left]
+        last_RD = states.last_TD[stored_rows(states.loss_mask_T.numpy(), "trained").last_L[:left]]
         yield Rows(aux_TAD=states.aux_TAD, last_RD=last_RD)
         left -= len(last_RD)
         if left <= 0:

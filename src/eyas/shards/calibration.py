@@ -2,6 +2,9 @@
 
     plan → slice over all lengths → states of the slice → mean magnitude per stream and channel → file, digest
 
+Every shard holds the scales as its first block, the manifest their digest, and the spool this file, so that a resumed
+run goes on with the very same.
+
 The mean magnitude and not the largest or the root mean square: a few tokens with values a thousand times the usual
 (attention sinks) would take the channel's range away from all other tokens.
 
@@ -11,7 +14,9 @@ Letters: N streams (aux streams, then last), D target hidden size, A aux streams
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +24,9 @@ import numpy as np
 import torch
 
 from eyas import fs
-from eyas.canonical import canonical_json
+from eyas.canonical import canonical_json, from_plain
 from eyas.errors import CaptureError, StoreError
+from eyas.shards.effect import Effect
 from eyas.shards.int8 import MAX_CHANNEL, MIN_CHANNEL
 
 if TYPE_CHECKING:
@@ -30,7 +36,23 @@ MIN_TOKENS = 4096
 MIN_SAMPLES = 8
 FILE_NAME = "calibration.safetensors"
 TENSOR = "calibration"
-AGAIN = "it is made again when no shard is finished: remove the file, or the whole spool"
+FACTS = "facts"
+ROWS_AT_A_TIME = 256
+AGAIN = "remove the file: finished shards hold the scales too, and without one they are made again"
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Channel scales [N, D] float32, and what they did to the slice when a head was there to judge it."""
+
+    scales_ND: torch.Tensor
+    effect: Effect | None = None
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over shape and bytes of the scales: what the manifest holds."""
+        head = canonical_json({"dtype": "F32", "shape": list(self.scales_ND.shape)}).encode()
+        return hashlib.sha256(head + self.scales_ND.contiguous().numpy().tobytes()).hexdigest()
 
 
 def calibration_samples(plan: CapturePlan) -> tuple[PlannedSample, ...]:
@@ -63,26 +85,19 @@ def make_calibration(states: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tor
     total_ND: np.ndarray | None = None
     num_tokens = 0
     for aux_TAD, last_TD in states:
-        magnitudes_TND = torch.cat([aux_TAD, last_TD.unsqueeze(1)], dim=1).abs().double().numpy()
-        if total_ND is None:
-            total_ND = np.zeros(magnitudes_TND.shape[1:])
-        for magnitude_ND in magnitudes_TND:
-            total_ND += magnitude_ND
-        num_tokens += len(magnitudes_TND)
-    if total_ND is None or not num_tokens:
+        for aux_RAD, last_RD in zip(aux_TAD.split(ROWS_AT_A_TIME), last_TD.split(ROWS_AT_A_TIME), strict=True):
+            magnitudes_RND = torch.cat([aux_RAD, last_RD.unsqueeze(1)], dim=1).abs().double().numpy()
+            total_ND = np.zeros(magnitudes_RND.shape[1:]) if total_ND is None else total_ND
+            for magnitude_ND in magnitudes_RND:
+                total_ND += magnitude_ND
+            num_tokens += len(magnitudes_RND)
+    if total_ND is None:
         raise CaptureError("no states to calibrate the codec int8 from, expected at least one sample's")
     mean_ND = torch.from_numpy(total_ND / num_tokens)
-    scale_ND = torch.where(mean_ND > 0, mean_ND, 1.0).clamp(MIN_CHANNEL, MAX_CHANNEL).float()
-    return scale_ND
+    return torch.where(mean_ND > 0, mean_ND, 1.0).clamp(MIN_CHANNEL, MAX_CHANNEL).float()
 
 
-def calibration_digest(calibration_ND: torch.Tensor) -> str:
-    """SHA-256 over shape and bytes: what the manifest holds."""
-    head = canonical_json({"dtype": "F32", "shape": list(calibration_ND.shape)}).encode()
-    return hashlib.sha256(head + calibration_ND.contiguous().numpy().tobytes()).hexdigest()
-
-
-def write_calibration(path: Path, calibration_ND: torch.Tensor, identity: str) -> None:
+def write_calibration(path: Path, calibration: Calibration, identity: str) -> None:
     """Write the file that a resumed run reads: a safetensors file, atomically.
 
     Raises:
@@ -90,16 +105,17 @@ def write_calibration(path: Path, calibration_ND: torch.Tensor, identity: str) -
     """
     from safetensors.torch import save
 
-    metadata = {"identity": identity, "sha256": calibration_digest(calibration_ND)}
-    fs.write_bytes(path, save({TENSOR: calibration_ND.contiguous()}, metadata))
+    facts = {"identity": identity, "sha256": calibration.digest, "effect": calibration.effect}
+    # One key alone: safetensors writes several in an order that changes from run to run.
+    fs.write_bytes(path, save({TENSOR: calibration.scales_ND.contiguous()}, {FACTS: canonical_json(facts)}))
 
 
-def read_calibration(path: Path, identity: str, shape: tuple[int, int]) -> torch.Tensor:
-    """Channel scales [N, D] of a file.
+def read_calibration(path: Path, identity: str, shape: tuple[int, int]) -> Calibration:
+    """The calibration of a file.
 
     Args:
         path: As written.
-        identity: Capture they must belong to.
+        identity: Capture it must belong to.
         shape: (N, D) of the capture.
 
     Raises:
@@ -109,19 +125,21 @@ def read_calibration(path: Path, identity: str, shape: tuple[int, int]) -> torch
 
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            calibration_ND = file.get_tensor(TENSOR)
-    except (SafetensorError, OSError) as error:
+            facts = json.loads((file.metadata() or {})[FACTS])
+            scales_ND = file.get_tensor(TENSOR)
+        found_identity, sha256, plain = facts["identity"], facts["sha256"], facts["effect"]
+        found = Calibration(scales_ND, None if plain is None else from_plain(Effect, plain))
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(f"{path}: is no calibration: {error}", AGAIN) from None
-    if metadata.get("identity") != identity:
+    if found_identity != identity:
         raise StoreError(
-            f"{path}: is of another capture: identity {metadata.get('identity')}, expected {identity}",
+            f"{path}: is of another capture: identity {found_identity}, expected {identity}",
             "move it away; scales of two captures are never mixed",
         )
-    if (calibration_ND.dtype, tuple(calibration_ND.shape)) != (torch.float32, shape):
+    if (scales_ND.dtype, tuple(scales_ND.shape)) != (torch.float32, shape):
         raise StoreError(
-            f"{path}: {calibration_ND.dtype} of shape {tuple(calibration_ND.shape)}, expected float32 {shape}", AGAIN
+            f"{path}: {scales_ND.dtype} of shape {tuple(scales_ND.shape)}, expected float32 {shape}", AGAIN
         )
-    if (found := calibration_digest(calibration_ND)) != metadata.get("sha256"):
-        raise StoreError(f"{path}: digest {found}, expected {metadata.get('sha256')}", AGAIN)
-    return calibration_ND
+    if found.digest != sha256:
+        raise StoreError(f"{path}: digest {found.digest}, expected {sha256}", AGAIN)
+    return found

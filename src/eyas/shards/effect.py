@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from eyas.errors import StoreError
-from eyas.shards.int8 import Int8Codec
+from eyas.shards.codecs import Codec
 
 CHUNK_LOGITS = 1 << 24
 """Logits in memory at a time, per distribution: 64 MiB in float32."""
@@ -49,17 +49,16 @@ class Effect:
         """Encoded over bf16 bytes."""
         return self.encoded_bytes / self.state_bytes
 
-
-def judged_rows(loss_mask_T: torch.Tensor) -> torch.Tensor:
-    """Bool [T]: rows whose distribution teaches, position p ≥ 1 with both p and p + 1 written by the assistant."""
-    mask_T = loss_mask_T.bool()
-    judged_T = torch.zeros_like(mask_T)
-    judged_T[1:-1] = mask_T[1:-1] & mask_T[2:]
-    return judged_T
+    def __str__(self) -> str:
+        errors = " ".join(f"{error:.4f}" for error in self.relative_error)
+        return (
+            f"{self.ratio:.4f} of bf16; KL {self.kl:.1e} nats and top-1 agreement {self.top1:.2%} over "
+            f"{self.num_judged_rows:,} rows; relative error by stream, last at the end: {errors}"
+        )
 
 
 @torch.no_grad()
-def measure_effect(codec: Int8Codec, states: Iterable[Rows], head_VD: torch.Tensor) -> Effect:
+def measure_effect(codec: Codec, states: Iterable[Rows], head_VD: torch.Tensor) -> Effect:
     """Send states through the codec and compare.
 
     Args:

@@ -112,12 +112,12 @@ class Int8Codec:
             Bytes of the piece.
 
         Raises:
-            StoreError: There are fewer bytes than the rows need.
+            ValueError: There are fewer bytes than the rows need.
         """
         R, D = rows_RD.shape
         num_bytes, channels_D = piece_bytes(R, D), self._channels_ND[stream]
         if len(data) < num_bytes:
-            raise StoreError(f"an int8 piece of {R} rows of {D} takes {num_bytes:,} bytes, {len(data):,} are left")
+            raise ValueError(f"a piece of {R} rows of {D} takes {num_bytes:,} bytes, {len(data):,} are left")
         piece = torch.frombuffer(_writable(data[:num_bytes]), dtype=torch.uint8)
         values_RD = piece[: R * D].view(torch.int8).view(R, D)
         scales_RG = piece[R * D :].clone().view(torch.bfloat16).view(R, num_groups(D)).float()

@@ -225,12 +225,19 @@ def shard_codec(fd: int, header: ShardHeader) -> Codec:
     Raises:
         StoreError: They are damaged.
     """
-    calibration_ND = None
-    if CALIBRATION in header.blocks:
-        block = header.blocks[CALIBRATION]
-        where = f"{header.facts.shard}: {CALIBRATION}"
-        calibration_ND = _shaped(_read_checked(fd, header, block, where), block)
-    return make_codec(header.facts.codec, calibration_ND)
+    return make_codec(header.facts.codec, read_scales(fd, header))
+
+
+def read_scales(fd: int, header: ShardHeader) -> torch.Tensor | None:
+    """Channel scales [N, D] float32 of an open shard, checked; None when its codec has none.
+
+    Raises:
+        StoreError: They are damaged.
+    """
+    if CALIBRATION not in header.blocks:
+        return None
+    block = header.blocks[CALIBRATION]
+    return _shaped(_read_checked(fd, header, block, f"{header.facts.shard}: {CALIBRATION}"), block)
 
 
 def read_sample(fd: int, header: ShardHeader, index: int, codec: Codec) -> StoredStates:

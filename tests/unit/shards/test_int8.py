@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,13 +17,14 @@ from shard_cases import make_capture, make_plan, make_states, make_tokens, store
 from eyas.errors import CaptureError, StoreError
 from eyas.ops.bench_int8 import measure, spread
 from eyas.shards.calibration import (
-    calibration_digest,
+    Calibration,
     calibration_samples,
     make_calibration,
     read_calibration,
     write_calibration,
 )
-from eyas.shards.effect import Rows, judged_rows, measure_effect
+from eyas.shards.codecs import make_codec
+from eyas.shards.effect import Rows, measure_effect
 from eyas.shards.int8 import Int8Codec, num_groups, piece_bytes
 from eyas.shards.reader import ShardReader
 
@@ -109,7 +111,7 @@ def test_pieces_larger_than_a_chunk_equal_row_by_row_encoding():
     assert whole == b"".join(s[:576] for s in single) + b"".join(s[576:] for s in single)
     found_RD = torch.empty_like(rows_RD)
     codec.decode(memoryview(whole), found_RD, 0)
-    assert np.array_equal(found_RD.float().numpy(), reference_decode(whole, 700, codec._channels_ND[0].numpy()))
+    assert np.array_equal(found_RD.float().numpy(), reference_decode(whole, 700, channel_scales(rows_RD)[0].numpy()))
 
 
 @settings(max_examples=40, deadline=None)
@@ -170,7 +172,7 @@ def test_decode_reads_its_piece_only():
     assert codec.decode(odd, found_RD, 0) == len(data) == piece_bytes(7, 100)
     codec.decode(memoryview(bytearray(data)), expected_RD, 0)
     assert torch.equal(found_RD, expected_RD)
-    with pytest.raises(StoreError, match="728 bytes"):
+    with pytest.raises(ValueError, match="728 bytes"):
         codec.decode(memoryview(data)[:-1], found_RD, 0)
 
 
@@ -207,7 +209,12 @@ def test_threads_share_a_codec():
 )
 def test_scales_that_are_none_are_refused(scales, match):
     with pytest.raises(StoreError, match=match):
-        Int8Codec(scales)
+        make_codec("int8", scales)
+
+
+def test_a_codec_without_scales_is_refused():
+    with pytest.raises(StoreError, match="without its channel scales"):
+        make_codec("int8")
 
 
 def test_groups():
@@ -262,19 +269,36 @@ def test_calibration_slice_has_enough_tokens_or_all_samples(lengths):
 
 def test_calibration_file_holds_what_was_made(tmp_path):
     scales_ND = torch.rand(4, 6) + 0.5
+    effect = measure_effect(Int8Codec(scales_ND), [Rows(*two_rows(3, 6))], torch.rand(5, 6))
     for name in ("a", "b"):
-        write_calibration(tmp_path / name, scales_ND, "c" * 64)
+        write_calibration(tmp_path / name, Calibration(scales_ND, effect), "c" * 64)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    assert torch.equal(read_calibration(tmp_path / "a", "c" * 64, (4, 6)), scales_ND)
+    found = read_calibration(tmp_path / "a", "c" * 64, (4, 6))
+    assert torch.equal(found.scales_ND, scales_ND)
+    assert found.effect == effect
+    write_calibration(tmp_path / "a", Calibration(scales_ND), "c" * 64)
+    assert read_calibration(tmp_path / "a", "c" * 64, (4, 6)).effect is None
+
+
+def test_digest_is_of_shape_and_bytes():
+    scales_ND = torch.rand(4, 6) + 0.5
     changed_ND = scales_ND.clone()
     changed_ND[3, 5] += 1e-6
-    assert calibration_digest(changed_ND) != calibration_digest(scales_ND)
-    assert calibration_digest(scales_ND.reshape(6, 4)) != calibration_digest(scales_ND)
+    digests = {Calibration(scales).digest for scales in (scales_ND, changed_ND, scales_ND.reshape(6, 4))}
+    assert len(digests) == 3
+    plain = b'{"dtype":"F32","shape":[4,6]}' + scales_ND.numpy().astype("<f4").tobytes()
+    assert Calibration(scales_ND).digest == hashlib.sha256(plain).hexdigest()
+
+
+def two_rows(num_aux: int, hidden_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_aux)
+    aux_TAD = torch.randn(2, num_aux, hidden_size, generator=generator).bfloat16()
+    return aux_TAD, torch.randn(2, hidden_size, generator=generator).bfloat16()
 
 
 def test_foreign_and_damaged_calibrations_are_refused(tmp_path):
     path = tmp_path / "calibration.safetensors"
-    write_calibration(path, torch.rand(2, 3) + 0.5, "c" * 64)
+    write_calibration(path, Calibration(torch.rand(2, 3) + 0.5), "c" * 64)
     with pytest.raises(StoreError, match=f"identity {'c' * 64}, expected {'d' * 64}"):
         read_calibration(path, "d" * 64, (2, 3))
     with pytest.raises(StoreError, match=r"expected float32 \(2, 4\)"):
@@ -314,11 +338,6 @@ def test_effect_equals_its_definition():
         measure_effect(codec, [Rows(aux_TAD, last_RD[:0])], head_VD)
 
 
-def test_judged_rows_are_those_that_teach():
-    mask_T = torch.tensor([1, 1, 0, 1, 1, 1, 0, 1], dtype=torch.uint8)
-    assert judged_rows(mask_T).nonzero().flatten().tolist() == [3, 4]
-
-
 def test_spread_takes_every_sample_once():
     assert sorted(spread(range(1000))) == list(range(1000))  # type: ignore[arg-type]
     assert list(spread(range(200)))[:5] == [0, 64, 128, 192, 1]  # type: ignore[arg-type]
@@ -337,3 +356,11 @@ def test_measure_reads_a_set_that_was_captured(tmp_path):
     assert figures["int8_top1"] > 0.9
     assert list(figures["relative_error"]) == ["aux 1", "aux 2", "aux 3", "last"]
     assert all(0 < error < 0.01 for error in figures["relative_error"].values())
+
+
+def test_measure_wants_every_row_lossless(tmp_path):
+    tokens = make_tokens([30])
+    plan = make_plan(tokens, make_capture(last_rows="trained"), 64)
+    manifest = store(tmp_path, plan, tokens, make_states(tokens, 3, 64))
+    with pytest.raises(StoreError, match="rows trained, expected every row"):
+        measure(ShardReader(tmp_path, manifest), plan, torch.ones(5, 64))
