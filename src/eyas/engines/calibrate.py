@@ -34,7 +34,7 @@ from eyas.shards.reader import open_shard, read_header, read_scales
 from eyas.shards.spool import Spool
 from eyas.shards.writer import FinishedShard
 
-JUDGED_ROWS = 512
+JUDGED_ROWS = 2048
 """Rows that the effect is measured on; each costs two products with the whole head."""
 AUX_ROWS = 256
 """Rows of each sample whose aux states are compared."""
@@ -118,7 +118,8 @@ def _states(
         captured = _capture_alone(plan, sample, engine)
         if captured is None:
             continue
-        judged_L = stored_rows(sample.loss_mask, "trained").last_L[:judged_per_sample]
+        judged_L = stored_rows(sample.loss_mask, "trained").last_L
+        judged_L = judged_L[:: max(1, len(judged_L) // judged_per_sample)][:judged_per_sample]
         kept.append(Rows(captured.aux_TAD[:AUX_ROWS].clone(), captured.last_TD[torch.from_numpy(judged_L)]))
         yield captured.aux_TAD, captured.last_TD
 

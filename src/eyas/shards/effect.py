@@ -52,8 +52,8 @@ class Effect:
     def __str__(self) -> str:
         errors = " ".join(f"{error:.4f}" for error in self.relative_error)
         return (
-            f"{self.ratio:.4f} of bf16; KL {self.kl:.1e} nats and top-1 agreement {self.top1:.2%} over "
-            f"{self.num_judged_rows:,} rows; relative error by stream, last at the end: {errors}"
+            f"{self.ratio:.4f} of bf16; {self.num_judged_rows:,} rows: KL {self.kl:.1e} nats, top-1 agreement "
+            f"{self.top1:.2%}; relative error {errors} (aux, last)"
         )
 
 
