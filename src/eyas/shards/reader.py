@@ -18,6 +18,7 @@ import torch
 from eyas.contracts import ShardEntry, ShardManifest, StoredSample
 from eyas.errors import StoreError
 from eyas.rows import stored_rows
+from eyas.shards.calibration import Calibration
 from eyas.shards.codecs import Codec, RawCodec, decode_block, make_codec
 from eyas.shards.format import (
     CALIBRATION,
@@ -119,9 +120,10 @@ class ShardReader:
         return self._places[sample_id]
 
     def _codec(self, fd: int, header: ShardHeader) -> Codec:
-        # All shards of a set have one calibration, which verify compares; here each is read once, checked.
+        # All shards of a set have one calibration; each is read once.
         shard = header.facts.shard if CALIBRATION in header.blocks else ""
         if shard not in self._codecs:
+            check_scales(fd, header, self.manifest)
             self._codecs[shard] = shard_codec(fd, header)
         return self._codecs[shard]
 
@@ -238,6 +240,18 @@ def read_scales(fd: int, header: ShardHeader) -> torch.Tensor | None:
         return None
     block = header.blocks[CALIBRATION]
     return _shaped(_read_checked(fd, header, block, f"{header.facts.shard}: {CALIBRATION}"), block)
+
+
+def check_scales(fd: int, header: ShardHeader, manifest: ShardManifest) -> None:
+    """Refuse an open shard whose channel scales are not those of the set.
+
+    Raises:
+        StoreError: Both digests are named.
+    """
+    scales_ND = read_scales(fd, header)
+    found = "" if scales_ND is None else Calibration(scales_ND).digest
+    if found != manifest.calibration:
+        raise damaged(header.facts.shard, f"its calibration is {found!r}, the manifest says {manifest.calibration!r}")
 
 
 def read_sample(fd: int, header: ShardHeader, index: int, codec: Codec) -> StoredStates:

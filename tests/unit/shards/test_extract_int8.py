@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 
 import pytest
@@ -14,7 +15,7 @@ from eyas.engines.loop import ExtractLimits, extract
 from eyas.errors import CaptureError, StoreError
 from eyas.shards.calibration import Calibration, calibration_samples, write_calibration
 from eyas.shards.int8 import Int8Codec
-from eyas.shards.reader import ShardReader
+from eyas.shards.reader import ShardReader, read_header
 from eyas.shards.verify import verify
 
 FILE = "calibration.safetensors"
@@ -86,6 +87,29 @@ def test_any_safetensors_reader_finds_the_scales_in_every_shard(case):
     assert len(result.manifest.shards) > 1
     for entry in result.manifest.shards:
         assert torch.equal(load_file(case.out / entry.path)["calibration"], expected_scales(case))
+
+
+def test_scales_that_are_not_the_manifest_s_are_refused(case):
+    manifest = dataclasses.replace(case.extract().manifest, calibration="f" * 64)
+    reader = ShardReader(case.out, manifest)
+    with pytest.raises(
+        StoreError, match=f"{Calibration(expected_scales(case)).digest}', the manifest says '{'f' * 64}"
+    ):
+        reader.read(reader.samples[0].sample_id)
+
+
+def test_a_flipped_bit_in_the_scales_is_found_by_whoever_reads(case):
+    manifest = case.extract().manifest
+    path = case.out / manifest.shards[0].path
+    header, _ = read_header(path, manifest.shards[0].path)
+    data = bytearray(path.read_bytes())
+    data[header.data_start + header.blocks["calibration"].begin + 5] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+    reader = ShardReader(case.out, manifest)
+    with pytest.raises(StoreError, match="calibration: checksum"):
+        reader.read(header.samples[0].sample_id)
+    assert any("md5" in finding.problem for finding in verify(case.out, manifest, case.tokens))
 
 
 @pytest.mark.parametrize("num_calls", [0, 1, 39, 40, 41, 45, 50])
