@@ -12,12 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from eyas.canonical import digest
+from eyas.canonical import digest, to_plain
 
 SCHEMA_VERSION = 1
 
 Split = Literal["train", "held_out"]
 FinalHidden = Literal["post_norm", "pre_norm"]
+LastRows = Literal["all", "trained"]
 BYTES_PER_STATE = 2  # bf16, the only stored dtype
 BYTES_PER_TOKEN_ID = 4  # int32
 BYTES_PER_MASK = 1  # uint8
@@ -168,6 +169,8 @@ class CaptureIdentity:
     shard_bytes: int
     batch_tokens: int
     revision: int
+    last_rows: LastRows = "all"
+    """``trained``: only rows that a training can read are stored (``eyas.rows``)."""
 
     @property
     def digest(self) -> str:
@@ -211,6 +214,8 @@ class CapturePlan:
     num_tokens: int
     payload_bytes: int
     """Bytes of hidden states before the codec: tokens x streams x hidden x 2."""
+    trained_payload_bytes: int
+    """The same when only the rows that a training can read are stored."""
     token_bytes: int
     """Bytes of ids and masks that travel along: tokens x 5."""
     shards: tuple[PlannedShard, ...]
@@ -281,7 +286,17 @@ class ShardManifest:
     stored_bytes: int
     shards: tuple[ShardEntry, ...]
     failed: tuple[FailedSample, ...] = ()
-    schema_version: int = SCHEMA_VERSION
+    calibration: str = ""
+    """SHA-256 of the channel scales of a lossy codec; empty for a lossless one."""
+    schema_version: int = 2
+
+    @property
+    def capture_digest(self) -> str:
+        """Digest of the capture as this schema version spells it: version 1 had no ``last_rows``."""
+        plain = to_plain(self.capture)
+        if self.schema_version == 1:
+            del plain["last_rows"]
+        return digest(plain)
 
     @property
     def boundaries(self) -> tuple[int, ...]:
