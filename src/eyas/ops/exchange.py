@@ -34,7 +34,7 @@ from eyas.shards.layouts.scan import SourceFile, scan
 from eyas.shards.reader import ShardReader
 from eyas.target.load import TensorFiles
 from eyas.target.locate import ensure
-from eyas.tokens.dataset import make_sample, write_tokens
+from eyas.tokens.dataset import make_sample, read_index, write_tokens
 from eyas.tokens.draft_vocab import DraftVocab
 
 STATES, MANIFEST, TARGET = Path("data/hidden_states"), Path("data/hidden_states.json"), Path("models/target.json")
@@ -142,28 +142,21 @@ def import_states(root: Path, request: ImportRequest) -> ImportReport:
     """
     params = config.load(root / config.PARAMS_PATH)
     target = fs.read_record(TargetIdentity, root / TARGET)
-    source, record = (
-        open_source(request.layout, request.source, target.num_layers),
-        read_export_record(request.source),
-    )
+    source = open_source(request.layout, request.source, target.num_layers)
+    record = read_export_record(request.source)
     boundaries = choose_boundaries(request, source, record, target.num_layers)
     scanned = _scan(source, request, record, len(boundaries), target)
     _check_bad(scanned, request, len(source.paths))
     tensors = TensorFiles(ensure(target, params.target))
     final = final_scale(target.final_norm, tensors.read("final_norm"))
-    head_VD = tensors.read("head") if tensors.has("head") else tensors.read("embedding")  # tied
+    head_VD = tensors.read("head" if tensors.has("head") else "embedding")  # tied
     reading = _judge(source, scanned, final, head_VD)
     final_hidden, decided_by = choose_norm(request, source, record, reading)
     console.log(f"import: last is {final_hidden}: {decided_by}")
     norm = functools.partial(to_post_norm, final=final) if final_hidden == "pre_norm" else _as_is
-    identity = _store(
-        params,
-        target,
-        request,
-        boundaries,
-        scanned,
-        ImportEngine(source, request.source, scanned.files, norm, _options(request, final_hidden, scanned)),
-    )
+    options = _options(request, final_hidden, scanned)
+    engine = ImportEngine(source, request.source, scanned.files, norm, options)
+    identity = _store(params, target, request, boundaries, scanned, engine)
     report = ImportReport(
         layout=request.layout,
         boundaries=boundaries,
@@ -326,7 +319,7 @@ def _store(
         image="",
     )
     lengths = [(sample.sample_id, len(sample.input_ids)) for sample in scanned.samples]
-    plan = build_plan(lengths, capture, target.hidden_size)
+    plan = build_plan(lengths, capture, target.hidden_size, read_index(request.out / "tokens").trained_rows)
     extract(
         plan,
         {sample.sample_id: sample for sample in scanned.samples},
@@ -337,3 +330,29 @@ def _store(
         home=request.out / ".eyas",
     )
     return plan.identity
+
+
+def export_rows(result: ExportResult) -> list[tuple[str, object]]:
+    """An export for people, line by line."""
+    record = result.record
+    return [
+        ("layout", f"{record.facts.layout} for trainer {record.facts.trainer_version}"),
+        ("samples", f"{record.num_samples:,}, the first {record.num_train_samples:,} of the training split"),
+        ("tokens", f"{record.num_tokens:,}"),
+        ("last", record.facts.final_hidden),
+        ("layer ids", ", ".join(map(str, record.facts.layer_ids))),
+        ("size", console.human_bytes(result.num_bytes)),
+        ("taken over", f"{result.num_resumed:,} files of an earlier run, verified"),
+    ]
+
+
+def import_rows(report: ImportReport) -> list[tuple[str, object]]:
+    """An import for people, line by line."""
+    return [
+        ("files", f"{report.num_files:,} = {report.num_imported:,} imported + {len(report.bad):,} bad"),
+        ("tokens", f"{report.num_tokens:,}"),
+        ("boundaries", ", ".join(map(str, report.boundaries))),
+        ("last", f"{report.final_hidden} in the files, post_norm in the set; {report.decided_by}"),
+        ("identity", report.identity),
+        *(("bad", f"{file.path}: {file.problem}") for file in report.bad),
+    ]

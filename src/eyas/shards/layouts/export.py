@@ -135,23 +135,21 @@ def _rows_for_peer(states: StoredStates, writer: LayoutWriter) -> torch.Tensor:
     """``last`` with zeros where nothing is stored, which the peer's loss must not read.
 
     Raises:
-        StoreError: It does: counts and the first row are named.
+        StoreError: It does: what it reads and what is missing are named.
     """
     needed = writer.rows_read(states.loss_mask_T)
-    has_last_T = getattr(states, "has_last_T", torch.ones(len(states.loss_mask_T), dtype=torch.bool))
-    num_aux_rows = getattr(states, "num_aux_rows", len(has_last_T))
-    missing = (needed.last_T & ~has_last_T).nonzero().flatten()
-    if len(missing) or needed.num_aux_rows > num_aux_rows:
+    missing = (needed.last_T & ~states.has_last_T).nonzero().flatten().tolist()
+    num_short = max(needed.num_aux_rows - states.num_aux_rows, 0)
+    if missing or num_short:
+        first = f", the first is row {missing[0]}" if missing else ""
         raise StoreError(
             f"sample {states.sample.sample_id}: {writer.name} reads {int(needed.last_T.sum()):,} rows of last and "
-            f"{needed.num_aux_rows:,} aux rows; {len(missing):,} of the last rows "
-            f"(the first is {int(missing[0]) if len(missing) else '-'}) and "
-            f"{max(needed.num_aux_rows - num_aux_rows, 0):,} of the aux rows are not stored: "
-            "the set holds trained rows only (extract.last_rows: trained), and peers also train on the token after "
-            "each assistant span",
+            f"{needed.num_aux_rows:,} of each aux stream; {len(missing):,} and {num_short:,} of them are not stored"
+            f"{first}: the set holds only what eyas trains on (extract.last_rows: trained), peers also train at the "
+            "end of each assistant span",
             "extract with extract.last_rows: all to export to peers",
         )
-    return torch.where(has_last_T[:, None], states.last_TD, torch.zeros((), dtype=torch.bfloat16))
+    return torch.where(states.has_last_T[:, None], states.last_TD, torch.zeros((), dtype=torch.bfloat16))
 
 
 def _refuse_strangers(folder: Path, planned: set[str], writer: LayoutWriter) -> None:
