@@ -65,6 +65,7 @@ def _add_exchange(commands: argparse._SubParsersAction) -> None:
 
 
 def _boundaries(text: str) -> tuple[int, ...]:
+    """Numbers with commas between; argparse makes a usage error of a ValueError."""
     return tuple(int(part) for part in text.split(","))
 
 

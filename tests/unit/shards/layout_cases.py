@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from extract_cases import HIDDEN_SIZE, make_target
 from safetensors.torch import save_file
 from shard_cases import make_capture, make_plan, make_tokens, store
 
-from eyas import fs
+from eyas import config, fs
 from eyas.contracts import CaptureIdentity, TokenSample
 from eyas.ops import exchange
 from eyas.ops.exchange import ImportReport, ImportRequest, export_states, import_states
@@ -21,7 +23,17 @@ from eyas.tokens.draft_vocab import build_draft_vocab
 
 REPOSITORY = Path(__file__).parents[3]
 VOCAB = 1000
+COMPOSE = config.load
 LAYOUTS = (("speculators_v1", "0.3.0"), ("speculators_v1", "0.4.0"), ("speculators", ""), ("specforge", ""))
+
+
+@functools.cache
+def load_params(text: str) -> config.Params:
+    """Composing parameters takes longer than a small export: once per text."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "params.yaml"
+        path.write_text(text)
+        return COMPOSE(path)
 
 
 def layout_tokens(lengths: list[int], seed: int = 0) -> dict[str, TokenSample]:
@@ -60,7 +72,10 @@ class World:
         self.reader = ShardReader(root / "data/hidden_states", manifest)
         fs.write_record(root / "models/target.json", self.target)
         params = (REPOSITORY / "params.yaml").read_text()
-        for old, new in (("boundaries: []", "boundaries: [1, 2, 3]"), ("extract:\n  engine: hf", "extract:\n  engine: fake")):
+        for old, new in (
+            ("boundaries: []", "boundaries: [1, 2, 3]"),
+            ("extract:\n  engine: hf", "extract:\n  engine: fake"),
+        ):
             assert old in params
             params = params.replace(old, new)
         (root / "params.yaml").write_text(params)
@@ -68,8 +83,11 @@ class World:
         build_draft_vocab(counts_V, 100).write(root / "data/draft_vocab")
         self.folder = root / "target"
         self.folder.mkdir()
-        save_file({"model.norm.weight": self.scale_D, "lm_head.weight": self.head_VD}, self.folder / "model.safetensors")
+        save_file(
+            {"model.norm.weight": self.scale_D, "lm_head.weight": self.head_VD}, self.folder / "model.safetensors"
+        )
         monkeypatch.setattr(exchange, "ensure", lambda *_: self.folder)
+        monkeypatch.setattr(exchange.config, "load", lambda path: load_params(path.read_text()))
 
     def _aux(self, sample: TokenSample, generator: torch.Generator) -> torch.Tensor:
         num_aux = len(self.capture.boundaries)

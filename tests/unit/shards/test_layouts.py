@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -102,7 +103,7 @@ def test_offset_norms_divide_by_one_plus_w() -> None:
 
 
 @pytest.mark.parametrize("channel", [0, 15])
-def test_a_zero_scale_refuses_pre_norm_alone(channel: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zero_scale_refuses_pre_norm_alone(channel: int) -> None:
     """Case 41: w with a zero."""
     scale_D = torch.linspace(0.5, 2, 16)
     scale_D[channel] = 0
@@ -210,13 +211,18 @@ def test_specforge_refuses_other_than_three_streams(
 
 
 @pytest.mark.parametrize(("layout", "version"), LAYOUTS)
-def test_equal_sets_give_equal_bytes_and_the_estimate_holds(world: World, layout: str, version: str) -> None:
+def test_equal_sets_give_equal_bytes_and_the_estimate_holds(
+    world: World, layout: str, version: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = world.export(layout, version, "one")
     world.export(layout, version, "two")
     assert tree(world.root / "one") == tree(world.root / "two")
     written = sum(path.stat().st_size for path in (world.root / "one").rglob("*") if path.is_file())
-    writer_bytes = result.num_bytes
-    assert written == writer_bytes + (world.root / "one/eyas-export.json").stat().st_size
+    assert written == result.num_bytes + (world.root / "one/eyas-export.json").stat().st_size
+    said = re.search(r"6 of 6 samples need ([\d.]+) kB", capsys.readouterr().err)
+    assert said is not None
+    in_sample_files = sum(file.size_bytes for file in result.record.files if file.sample_id)
+    assert in_sample_files < float(said[1]) * 1000 < in_sample_files + 6 * 10_000
     assert {file.path for file in result.record.files} == set(tree(world.root / "one")) - {"eyas-export.json"}
 
 
@@ -224,7 +230,9 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize(("layout", "version"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "version"), [LAYOUTS[1], LAYOUTS[2], *(pytest.param(*it, marks=pytest.mark.slow) for it in LAYOUTS[::3])]
+)
 def test_a_killed_export_goes_on_and_ends_the_same(
     world: World, layout: str, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,3 +311,28 @@ def test_a_set_of_trained_rows_is_refused_unless_it_holds_what_the_peer_reads(
             continue
         assert not last_TD.any()
         assert torch.isfinite(last_TD).all()
+
+
+def test_commands_print_what_happened(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from eyas import cli
+
+    def run(*arguments: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        return int(ended.value.code or 0), capsys.readouterr().out
+
+    monkeypatch.chdir(world.root)
+    code, out = run(
+        "export-states", "--format", "speculators_v1", "--trainer-version", "0.3.0", "--to", "out", "--json"
+    )
+    assert code == 0
+    assert json.loads(out)["last"] == "post_norm"
+    (world.root / "out/eyas-export.json").unlink()
+    code, out = run("import-states", "--format", "speculators_v1", "--from", "out", "--to", "in", "--json")
+    assert code == 0
+    assert json.loads(out) == json.loads((world.root / "in/import.json").read_text())
+    assert run("import-states", "--format", "speculators_v1", "--from", "nothing", "--to", "in")[0] == 2
+    assert run("export-states", "--format", "speculators_v1", "--to", "out")[0] == 2
+    assert run("import-states", "--format", "specforge", "--from", "out", "--to", "in", "--boundaries", "2,x")[0] == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def forget(world: World, name: str = "out") -> Path:
     return world.root / name
 
 
-@pytest.mark.parametrize("codec", ["raw", "blosc2"])
+@pytest.mark.parametrize("codec", [pytest.param("raw", marks=pytest.mark.slow), "blosc2"])
 @pytest.mark.parametrize(("layout", "version"), LAYOUTS)
 def test_round_trip(world: World, layout: str, version: str, codec: str) -> None:
     params = world.root / "params.yaml"
@@ -139,24 +140,35 @@ FAULTS: dict[str, tuple[Change, str]] = {
         "token ids|token ids are not",
     ),
 }
-PATHS = {"speculators_v1": "data_2.pt", "speculators": "hidden_states/hs_2.safetensors", "specforge": "rows_0-2000/data_2.ckpt"}
+PATHS = {
+    "speculators_v1": "data_2.pt",
+    "speculators": "hidden_states/hs_2.safetensors",
+    "specforge": "rows_0-2000/data_2.ckpt",
+}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("layout", PATHS)
+FAULTY = [
+    # Each fault quickly in one layout, in turn; the others in the slow room.
+    pytest.param(layout, fault, marks=() if (i + j) % 3 == 0 else pytest.mark.slow)
+    for i, layout in enumerate(PATHS)
+    for j, fault in enumerate(FAULTS)
+]
+
+
+@pytest.mark.parametrize(("layout", "fault"), FAULTY)
 def test_a_bad_file_is_listed_and_the_account_closes(world: World, layout: str, fault: str) -> None:
     """Cases 28, 29, 30 and 31 of a foreign folder."""
     world.export(layout, "0.4.0" if layout == "speculators_v1" else "")
     change, reason = FAULTS[fault]
     change(world.root / "out" / PATHS[layout])
-    with pytest.raises(DataError, match=rf"1 of 6 files .* are bad, at most 0 allowed"):
+    with pytest.raises(DataError, match=r"1 of 6 files .* are bad, at most 0 allowed"):
         world.enter(layout)
     assert not (world.root / "in/hidden_states.json").exists()
     report = world.enter(layout, max_failed=1)
     assert (report.num_files, report.num_imported) == (6, 5)
     (bad,) = report.bad
     assert bad.path == PATHS[layout]
-    assert __import__("re").search(reason, bad.problem), bad.problem
+    assert re.search(reason, bad.problem), bad.problem
     assert json.loads((world.root / "in/import.json").read_text())["bad"][0]["path"] == PATHS[layout]
     assert len(world.imported().samples) == 5
 
@@ -234,7 +246,7 @@ def test_states_that_contradict_the_layout_are_refused(world: World) -> None:
         value = load_file(path)
         value["hidden_states"][:, -1] = stored.last_TD
         save_file(value, path)
-    with pytest.raises(CaptureError, match="last should be pre_norm .* but the states are post_norm"):
+    with pytest.raises(CaptureError, match=r"last should be pre_norm .* but the states are post_norm"):
         world.enter("speculators", boundaries=(1, 2, 3))
     world.enter("speculators", boundaries=(1, 2, 3), final_hidden="post_norm")
     for stored in world.stored():
@@ -353,7 +365,9 @@ def test_an_interrupted_import_ends_the_same(world: World, monkeypatch: pytest.M
     monkeypatch.setattr(ImportEngine, "capture", real)
     assert world.enter("speculators") == whole
     names = ("hidden_states.json", "import.json")
-    assert [(world.root / "in" / n).read_bytes() == (world.root / "whole" / n).read_bytes() for n in names] == [True] * 2
+    assert [(world.root / "in" / n).read_bytes() == (world.root / "whole" / n).read_bytes() for n in names] == [
+        True
+    ] * 2
 
 
 def test_other_states_under_the_same_ids_are_another_identity(world: World) -> None:
