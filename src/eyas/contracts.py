@@ -2,9 +2,6 @@
 
 The rooms exchange these records and nothing else. Each record has one writer (see the table in
 ``docs/map.md``) and is stored as canonical JSON, so that equal content is equal bytes.
-
-Shapes are named by letters: T tokens, A aux streams, D target hidden size, V target vocab,
-W draft vocab, S TTT steps.
 """
 
 from __future__ import annotations
@@ -70,7 +67,7 @@ class TargetIdentity:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the whole identity."""
+        """SHA-256 of the record."""
         return digest(self)
 
 
@@ -140,7 +137,6 @@ class TokenReport:
     num_samples_by_split: dict[str, int]
     num_tokens_by_split: dict[str, int]
     num_dropped: dict[str, int]
-    """Samples left out, by reason."""
     num_truncated: int
     draft_vocab_size: int
     draft_vocab_coverage: dict[str, float]
@@ -154,9 +150,8 @@ class CaptureIdentity:
     """Everything that decides the bytes of the hidden states; its digest names them."""
 
     target: str
-    """Digest of the target identity."""
     tokens: str
-    """SHA-256 of the token dataset."""
+    """SHA-256 of the token dataset, as ``target`` is the digest of the target identity."""
     boundaries: tuple[int, ...]
     final_hidden: FinalHidden
     dtype: Literal["bfloat16"]
@@ -191,7 +186,7 @@ class PlannedShard:
     """One shard file: its samples in stored order, cut into the batches the engine runs."""
 
     path: str
-    """Relative to the states folder: ``000/shard-00000.safetensors``, at most 64 per folder."""
+    """Below the states folder: ``000/shard-00000.safetensors``, at most 64 per folder."""
     payload_bytes: int
     batches: tuple[tuple[PlannedSample, ...], ...]
 
@@ -209,7 +204,6 @@ class CapturePlan:
     capture: CaptureIdentity
     hidden_size: int
     num_streams: int
-    """Aux streams plus the last hidden states."""
     num_samples: int
     num_tokens: int
     payload_bytes: int
@@ -217,7 +211,7 @@ class CapturePlan:
     trained_payload_bytes: int
     """The same when only the rows that a training can read are stored."""
     token_bytes: int
-    """Bytes of ids and masks that travel along: tokens x 5."""
+    """Ids and masks that travel along: tokens x 5."""
     shards: tuple[PlannedShard, ...]
     schema_version: int = SCHEMA_VERSION
 
@@ -268,7 +262,7 @@ class EngineFacts:
     version: str
     options: dict[str, Any]
     deterministic: bool
-    """Same inputs on the same machine type give the same bytes."""
+    """Equal inputs on the same machine type give equal bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,10 +328,8 @@ class CheckpointMeta:
     boundaries: tuple[int, ...]
     capture_identity: str
     target: str
-    """Digest of the target identity."""
     tokens: str
     num_steps: int
-    """Optimizer steps done."""
     num_trained_rows: int
     ttt_steps: int
     seed: int
@@ -417,7 +409,7 @@ class ExportMeta:
     servers: tuple[str, ...]
     boundaries: tuple[int, ...]
     layer_ids: dict[str, tuple[int, ...]]
-    """Per server: the boundaries in that server's spelling."""
+    """The boundaries in each server's spelling."""
     drafter: str
     capture_identity: str
     target: str
