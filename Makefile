@@ -24,6 +24,7 @@ PIP_LOCKED := $(PIP) --require-hashes --no-deps --use-pep517 --no-build-isolatio
 UV_COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-header --no-annotate --no-emit-index-url --no-emit-package torch
 PIPELINE := fetch ingest respond tokenize plan extract train evaluate export report
+option = $(if $(value $(2)),--$(1) '$($(2))')
 CHOICES := $(foreach group,TARGET DATA MACHINE DRAFTER,$(if $(value $(group)),$(group)=$(value $(group))))
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
@@ -32,6 +33,8 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help setup repro smoke params $(PIPELINE) status summary doctor verify reproduce check test test-slow lock clean
+
+.PHONY: export-states import-states
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-14s %s\n",$$1,$$2}' Makefile
@@ -71,6 +74,13 @@ doctor: $(READY) ## What this machine has, lacks and what to do about it
 	@eyas doctor
 verify: $(READY) ## Read every artifact again and compare its hashes
 	@eyas verify
+
+##@ Exchange
+export-states: $(READY) ## Hidden states for a peer: FORMAT=speculators_v1|speculators|specforge TO= (TRAINER=0.4.0)
+	@eyas export-states $(call option,format,FORMAT) $(call option,to,TO) $(call option,trainer-version,TRAINER)
+import-states: $(READY) ## A peer's hidden states: FORMAT= FROM= TO= (BOUNDARIES=2,15,27 FINAL_HIDDEN= MAX_FAILED=)
+	@eyas import-states $(call option,format,FORMAT) $(call option,from,FROM) $(call option,to,TO) \
+	  $(call option,boundaries,BOUNDARIES) $(call option,final-hidden,FINAL_HIDDEN) $(call option,max-failed,MAX_FAILED)
 
 ##@ Quality
 check: $(READY_DEV) ## Format, lint, types, layers, spelling, workflows; under a minute

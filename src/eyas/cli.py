@@ -37,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     _add(commands, "doctor", _doctor, "what this machine has, lacks and what to do about it")
     _add(commands, "verify", _verify, "read every artifact again and compare its hashes")
     _add(commands, "summary", _summary, "the last results in one table")
+    _add_exchange(commands)
     smoke = _add(commands, "smoke", _smoke, "run the whole pipeline at small size in a scratch copy")
     smoke.add_argument("--folder", type=Path, default=Path(".eyas/smoke"), help="the copy (default: %(default)s)")
     reproduce = _add(commands, "reproduce", _reproduce, "run small twice from nothing and compare every hash")
@@ -44,6 +45,28 @@ def _parser() -> argparse.ArgumentParser:
         "--folder", type=Path, default=Path(".eyas/reproduce"), help="holds both copies (default: %(default)s)"
     )
     return parser
+
+
+def _add_exchange(commands: argparse._SubParsersAction) -> None:
+    layouts = "speculators_v1, speculators or specforge"
+    leave = _add(commands, "export-states", _export_states, "write the hidden states in another project's layout")
+    leave.add_argument("--format", required=True, help=layouts)
+    leave.add_argument("--to", type=Path, required=True, help="an empty folder, or an export that was interrupted")
+    leave.add_argument("--trainer-version", default="", help="of the project that will read it, for example 0.4.0")
+    enter = _add(commands, "import-states", _import_states, "bring another project's hidden states into a set of ours")
+    enter.add_argument("--format", required=True, help=layouts)
+    enter.add_argument("--from", dest="source", type=Path, required=True, help="the folder with the files")
+    enter.add_argument("--to", type=Path, required=True, help="tokens/, hidden_states/ and its manifest go here")
+    enter.add_argument("--boundaries", type=_boundaries, default=(), help="states entering these layers: 2,15,27")
+    enter.add_argument("--final-hidden", choices=("pre_norm", "post_norm"), help="where the files cannot tell")
+    enter.add_argument(
+        "--max-failed", type=int, default=0, help="bad files that may be left out (default: %(default)s)"
+    )
+
+
+def _boundaries(text: str) -> tuple[int, ...]:
+    """Numbers with commas between; argparse makes a usage error of a ValueError."""
+    return tuple(int(part) for part in text.split(","))
 
 
 def _add(commands: argparse._SubParsersAction, name: str, run: object, text: str) -> argparse.ArgumentParser:
@@ -95,6 +118,31 @@ def _summary(arguments: argparse.Namespace) -> int:
     from eyas.report.summary import summary_text, summary_values
 
     console.emit(canonical_json(summary_values(Path())) if arguments.json else summary_text(Path()))
+    return 0
+
+
+def _export_states(arguments: argparse.Namespace) -> int:
+    from eyas.ops.exchange import export_rows, export_states
+
+    result = export_states(Path(), arguments.format, arguments.to, arguments.trainer_version)
+    rows = export_rows(result)
+    console.emit(canonical_json(dict(rows)) if arguments.json else console.table(rows))
+    return 0
+
+
+def _import_states(arguments: argparse.Namespace) -> int:
+    from eyas.ops.exchange import ImportRequest, import_rows, import_states
+
+    request = ImportRequest(
+        layout=arguments.format,
+        source=arguments.source,
+        out=arguments.to,
+        boundaries=arguments.boundaries,
+        final_hidden=arguments.final_hidden,
+        max_failed=arguments.max_failed,
+    )
+    report = import_states(Path(), request)
+    console.emit(canonical_json(report) if arguments.json else console.table(import_rows(report)))
     return 0
 
 
