@@ -38,6 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     _add(commands, "verify", _verify, "read every artifact again and compare its hashes")
     _add(commands, "summary", _summary, "the last results in one table")
     _add_exchange(commands)
+    bench = _add(commands, "bench", _bench, "measure the store on the extracted states; writes reports/bench/NAME.json")
+    bench.add_argument("name", choices=("store", "crash", "corruption"))
     smoke = _add(commands, "smoke", _smoke, "run the whole pipeline at small size in a scratch copy")
     smoke.add_argument("--folder", type=Path, default=Path(".eyas/smoke"), help="the copy (default: %(default)s)")
     reproduce = _add(commands, "reproduce", _reproduce, "run small twice from nothing and compare every hash")
@@ -112,6 +114,14 @@ def _verify(arguments: argparse.Namespace) -> int:
     else:
         console.emit(console.table([(r.artifact, r.state, r.note) for r in results]))
     return 1 if any(result.state == "damaged" for result in results) else 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from eyas.ops.bench import run, table
+
+    figures = run(Path(), arguments.name)
+    console.emit(canonical_json(figures) if arguments.json else table(arguments.name, figures))
+    return 0
 
 
 def _summary(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from eyas import fs
 from eyas.contracts import CapturePlan, EngineFacts, ShardEntry, ShardManifest, TokenSample
 from eyas.conversations.generation import Generated, GenerateRequest
 from eyas.engines.base import CapturedSample
@@ -31,21 +32,32 @@ class Source:
         return Source(self.states, self.tokens, build_plan(lengths, capture, self.plan.hidden_size))
 
 
+def manifest(root: Path) -> ShardManifest:
+    """The manifest of a repository's states, which must be there, lossless and complete.
+
+    Raises:
+        StoreError: They are not.
+    """
+    path = root / "data/hidden_states.json"
+    if not path.exists():
+        raise StoreError(f"{path} is missing: nothing to replay", NEEDED)
+    found = fs.read_record(ShardManifest, path)
+    kept = (found.capture.codec != "int8", found.capture.last_rows)
+    if kept != (True, "all"):
+        raise StoreError(
+            f"the states are stored as {found.capture.codec}, rows {found.capture.last_rows}, expected every row, lossless",
+            NEEDED,
+        )
+    return found
+
+
 def load(root: Path, num_samples: int | None = None) -> Source:
     """The published states of a repository, or the first samples of each length range of them.
 
     Raises:
         StoreError: There are none, they are damaged, or rows are missing.
     """
-    from eyas import fs
-
-    manifest_path = root / "data/hidden_states.json"
-    if not manifest_path.exists():
-        raise StoreError(f"{manifest_path} is missing: nothing to replay", NEEDED)
-    manifest = fs.read_record(ShardManifest, manifest_path)
-    if manifest.capture.last_rows != "all":
-        raise StoreError("extract.last_rows is trained, expected all: the benches need every row", NEEDED)
-    reader = ShardReader(root / "data/hidden_states", manifest)
+    reader = ShardReader(root / "data/hidden_states", manifest(root))
     every = max(1, len(reader.samples) // (num_samples or len(reader.samples)))
     states, tokens = {}, {}
     for sample in reader.samples[::every][:num_samples]:
@@ -54,9 +66,9 @@ def load(root: Path, num_samples: int | None = None) -> Source:
         states[sample.sample_id] = CapturedSample(
             sample.sample_id, stored.input_ids_T, stored.aux_TAD.contiguous(), stored.last_TD
         )
-    capture = dataclasses.replace(manifest.capture, engine="replay", engine_version="1", codec="blosc2")
+    capture = dataclasses.replace(reader.manifest.capture, engine="replay", engine_version="1", codec="blosc2")
     lengths = [(sample_id, len(sample.input_ids)) for sample_id, sample in tokens.items()]
-    return Source(states, tokens, build_plan(lengths, capture, manifest.hidden_size))
+    return Source(states, tokens, build_plan(lengths, capture, reader.manifest.hidden_size))
 
 
 def _token_sample(stored: StoredStates) -> TokenSample:
