@@ -58,6 +58,9 @@ class MemoryReader:
     def samples(self):
         return tuple(s.sample for s in self.states.values())
 
+    def shard_of(self, sample_id):
+        return "000/shard-00000.safetensors"
+
     def read(self, sample_id):
         return self.states[sample_id]
 
