@@ -8,15 +8,14 @@ threads; the set of states is never held.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from eyas import config
 from eyas.batches.order import BatchOrder, Cursor
-from eyas.errors import ConfigError
 
 if TYPE_CHECKING:
     from eyas.contracts import StoredSample
@@ -73,10 +72,7 @@ def num_read_threads() -> int:
     Raises:
         ConfigError: It is no number from 1.
     """
-    text = os.environ.get("EYAS_READ_THREADS") or str(min(len(os.sched_getaffinity(0)), 8))
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"EYAS_READ_THREADS: {text!r}, expected a number from 1", "unset EYAS_READ_THREADS")
-    return int(text)
+    return config.knob("EYAS_READ_THREADS", min(config.cores(), 8))
 
 
 class BatchLoader:

@@ -70,13 +70,13 @@ class Packer:
 
 
 def calibration_slice(reader: Reader) -> torch.Tensor:
-    """Aux states [T,A,D] of the first training samples by id, about ``CALIBRATION_TOKENS`` tokens.
+    """Aux states [T,A,D] of the first training samples by id, about ``CALIBRATION_TOKENS`` rows.
 
-    Of each the rows that training reads, so that first weights do not depend on what else is stored.
+    Of each sample the rows that training reads, so that first weights do not depend on what else is stored.
 
     Raises:
         StoreError: A row that trains is not stored.
-        TrainError: There is no training sample.
+        TrainError: There is no training sample, or none with a row that trains.
     """
     samples = sorted(training_samples(reader), key=lambda sample: sample.sample_id)
     if not samples:
@@ -84,11 +84,17 @@ def calibration_slice(reader: Reader) -> torch.Tensor:
             "none of the stored samples belongs to the training split",
             "lower data.held_out_share or add conversations, then `dvc repro`",
         )
-    parts, num_tokens = [], 0
+    parts, num_rows = [], 0
     for sample in samples:
         stored = reader.read(sample.sample_id)
         parts.append(stored.aux_TAD[: rows_to_read(stored).num_aux])
-        num_tokens += sample.num_tokens
-        if num_tokens >= CALIBRATION_TOKENS:
+        num_rows += len(parts[-1])
+        if num_rows >= CALIBRATION_TOKENS:
             break
+    if not num_rows:
+        raise TrainError(
+            f"none of {len(samples):,} training samples has a row that trains: an assistant span of two tokens or more "
+            "behind the first token is needed",
+            "check the loss mask in reports/tokens.json",
+        )
     return torch.cat(parts)
