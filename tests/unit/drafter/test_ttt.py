@@ -8,16 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.contracts import DrafterShape, StoredSample
+from eyas.contracts import DrafterShape
 from eyas.drafter import attention, loss
 from eyas.drafter.loss import ttt_loss
 from eyas.drafter.model import Drafter
 from eyas.drafter.precision import matmul_dtype
-from eyas.drafter.rows import Document, pack_documents, rows_to_read, steps_in_span_T
+from eyas.drafter.rows import Document, pack_documents, steps_in_span_T
 from eyas.drafter.teacher import teacher_ids
 from eyas.drafter.ttt import draft_tokens, unroll
 from eyas.errors import DataError
-from eyas.shards.reader import StoredStates
 
 SHAPE = DrafterShape(
     target_hidden_size=16,
@@ -333,28 +332,6 @@ def test_the_loss_reads_the_states_of_teachers_alone():
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     losses_S, found = gradients(lambda mask, last: hollow(mask, last).roll(1, 0))
     assert not any(bool(gradient.isfinite().all()) for gradient in found)
-
-
-@given(st.lists(st.integers(0, 1), min_size=1, max_size=24), st.integers(1, 4))
-def test_rows_to_read_are_the_teachers_and_the_keys_of_rows_that_train(mask, steps):
-    """From the loss's own plan: where its teachers lie, and the last row that trains."""
-    T = len(mask)
-    states = torch.zeros(T, 16)
-    sample = StoredSample(sample_id="s", num_tokens=T, conversation_id="c", source="s", split="train", variant="greedy")
-    stored = StoredStates(
-        sample,
-        torch.zeros(T, dtype=torch.int32),
-        torch.tensor(mask, dtype=torch.uint8),
-        states[:, None],
-        states,
-        T,
-        torch.ones(T, dtype=torch.bool),
-    )
-    pack = pack_documents([Document(stored.input_ids_T, stored.loss_mask_T, states[:, None], states)], steps)
-    chunks = loss.plan_chunks(pack, [1.0] * steps, 1000, 1)
-    rows = rows_to_read(stored)
-    assert rows.last_L.tolist() == [p for chunk in chunks for p in chunk.positions_C.tolist()]
-    assert rows.num_aux == (int(pack.rows_R.max()) + 1 if len(pack.rows_R) else 0)
 
 
 def test_kl_and_gradient_are_float32_when_products_are_bfloat16():
