@@ -202,7 +202,7 @@ def test_values_that_no_target_gives_are_named_with_stream_and_position(tmp_path
     assert problems.keys() == {nan, inf, zero}
     assert "aux boundary 31: nan at token 4, channel 5" in problems[nan]
     assert "last: -inf at token 2, channel 7" in problems[inf]
-    assert "aux boundary 59: all 6 rows are zero" in problems[zero]
+    assert "aux boundary 59: 6 of 6 rows are zero, the first is token 0" in problems[zero]
     assert all(problem.startswith("000/shard-00000.safetensors: sample") for problem in problems.values())
 
 
