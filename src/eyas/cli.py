@@ -35,7 +35,9 @@ def _parser() -> argparse.ArgumentParser:
         help="TARGET, DATA, MACHINE or DRAFTER, and a file below conf/GROUP; a group left out takes its default",
     )
     _add(commands, "doctor", _doctor, "what this machine has, lacks and what to do about it")
-    _add(commands, "verify", _verify, "read every artifact again and compare its hashes")
+    verify = _add(commands, "verify", _verify, "read every artifact again; states also against tokens and target")
+    verify.add_argument("--share", type=float, default=1.0, help="read this share of the shards (default: all)")
+    verify.add_argument("--max-mb-per-s", type=float, default=0.0, help="read no faster (default: no limit)")
     _add(commands, "summary", _summary, "the last results in one table")
     smoke = _add(commands, "smoke", _smoke, "run the whole pipeline at small size in a scratch copy")
     smoke.add_argument("--folder", type=Path, default=Path(".eyas/smoke"), help="the copy (default: %(default)s)")
@@ -81,14 +83,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from eyas.ops.verify import verify_all
+    from eyas.ops.verify import verified_text, verify_all
+    from eyas.ops.verify_states import make_extent
 
-    results = verify_all(Path())
-    if arguments.json:
-        console.emit(canonical_json(results))
-    else:
-        console.emit(console.table([(r.artifact, r.state, r.note) for r in results]))
-    return 1 if any(result.state == "damaged" for result in results) else 0
+    verified = verify_all(Path(), make_extent(arguments.share, arguments.max_mb_per_s))
+    console.emit(canonical_json(verified) if arguments.json else verified_text(verified))
+    return 1 if verified.is_damaged else 0
 
 
 def _summary(arguments: argparse.Namespace) -> int:
