@@ -25,10 +25,13 @@ Letters: T tokens, R rows of a window, A aux streams, D target hidden, V target 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+
+from eyas.shards.reader import StoredStates
 
 WINDOW_ROWS = 256
 """Rows judged together; bounds the work to T x WINDOW_ROWS x D."""
@@ -67,47 +70,23 @@ class Judged:
     problems: tuple[str, ...]
 
 
-def judge(
-    *,
-    input_ids_T: torch.Tensor,
-    loss_mask_T: torch.Tensor,
-    aux_TAD: torch.Tensor,
-    last_TD: torch.Tensor,
-    has_last_T: torch.Tensor,
-    boundaries: tuple[int, ...],
-    greedy: bool,
-    head_VD: torch.Tensor | None,
-) -> Judged:
-    """Judge one sample.
+def judge(stored: StoredStates, boundaries: tuple[int, ...], head_VD: torch.Tensor | None) -> Judged:
+    """Judge one sample by the rows that are stored.
 
     Args:
-        input_ids_T: Token ids, int32.
-        loss_mask_T: 1 where the assistant wrote the token.
-        aux_TAD: The stored aux rows, from the first on; may have fewer rows than there are tokens.
-        last_TD: Post-norm states, one row per token.
-        has_last_T: Which rows of ``last_TD`` are stored, bool.
+        stored: The sample; its variant ``greedy`` means that the assistant's tokens are the target's own argmax.
         boundaries: Names of the aux streams.
-        greedy: The assistant's tokens are the target's own argmax.
         head_VD: The target's head in any float dtype; without it no token is judged.
     """
     problems: list[str] = []
     score = Score()
     if head_VD is not None:
-        score, shifts = _judge_tokens(input_ids_T.long(), loss_mask_T.bool(), last_TD, has_last_T, head_VD)
+        score, shifts = _judge_tokens(stored, head_VD)
         problems += shifts
-        if greedy and not shifts:
+        if stored.sample.variant == "greedy" and not shifts:
             problems += _below_floor(score)
-    coherence, streams = _judge_streams(aux_TAD, last_TD, has_last_T, boundaries)
-    return Judged(
-        Score(
-            num_rows=score.num_rows,
-            num_next=score.num_next,
-            num_assistant_rows=score.num_assistant_rows,
-            num_assistant_next=score.num_assistant_next,
-            coherence=coherence,
-        ),
-        (*problems, *streams),
-    )
+    coherence, streams = _judge_streams(stored, boundaries)
+    return Judged(dataclasses.replace(score, coherence=coherence), (*problems, *streams))
 
 
 def incoherent(scores: Mapping[str, Score]) -> dict[str, str]:
@@ -127,11 +106,10 @@ def incoherent(scores: Mapping[str, Score]) -> dict[str, str]:
     }
 
 
-def _judge_tokens(
-    ids_T: torch.Tensor, mask_T: torch.Tensor, last_TD: torch.Tensor, has_last_T: torch.Tensor, head_VD: torch.Tensor
-) -> tuple[Score, list[str]]:
+def _judge_tokens(stored: StoredStates, head_VD: torch.Tensor) -> tuple[Score, list[str]]:
+    ids_T, mask_T, last_TD = stored.input_ids_T.long(), stored.loss_mask_T.bool(), stored.last_TD
     num_tokens = len(ids_T)
-    rows_all = has_last_T.nonzero().flatten()
+    rows_all = stored.has_last_T.nonzero().flatten()
     rows_all = rows_all[rows_all < num_tokens - 1]
     counts, problems = [0, 0, 0, 0], []
     for rows_R in rows_all.split(WINDOW_ROWS):
@@ -174,17 +152,15 @@ def _below_floor(score: Score) -> Iterator[str]:
         )
 
 
-def _judge_streams(
-    aux_TAD: torch.Tensor, last_TD: torch.Tensor, has_last_T: torch.Tensor, boundaries: tuple[int, ...]
-) -> tuple[float | None, list[str]]:
-    aux_rows = torch.arange(len(aux_TAD))
-    last_rows = has_last_T[: len(aux_TAD)].nonzero().flatten()
-    streams = [aux_TAD[:, a] for a in range(len(boundaries))]
+def _judge_streams(stored: StoredStates, boundaries: tuple[int, ...]) -> tuple[float | None, list[str]]:
+    aux_rows = torch.arange(stored.num_aux_rows)
+    last_rows = stored.has_last_T[: stored.num_aux_rows].nonzero().flatten()
+    streams = [stored.aux_TAD[:, a] for a in range(len(boundaries))]
     names = [f"boundary {b}" for b in boundaries]
     problems: list[str] = []
     for a in range(len(boundaries) - 1):
         problems += _compare(names[a], names[a + 1], streams[a], streams[a + 1], aux_rows)[1]
-    coherence, found = _compare(names[-1], "last", streams[-1], last_TD, last_rows)
+    coherence, found = _compare(names[-1], "last", streams[-1], stored.last_TD, last_rows)
     return coherence, problems + found
 
 

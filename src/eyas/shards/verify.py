@@ -17,14 +17,24 @@ from pathlib import Path
 
 import torch
 
-from eyas.contracts import CapturePlan, ShardEntry, ShardManifest, StoredSample, TokenSample
+from eyas.contracts import CapturePlan, ShardEntry, ShardManifest, TokenSample
 from eyas.errors import StoreError
+from eyas.shards.codecs import Codec
 from eyas.shards.consistency import Score, incoherent, judge
-from eyas.shards.format import ShardHeader, block_name
-from eyas.shards.reader import check_account, check_identity, open_entry, open_shard, read_block, read_header
+from eyas.shards.format import CALIBRATION, KINDS, ShardHeader, block_name
+from eyas.shards.reader import (
+    StoredStates,
+    check_account,
+    check_identity,
+    open_entry,
+    open_shard,
+    read_encoded,
+    read_header,
+    read_sample,
+    shard_codec,
+)
 from eyas.shards.writer import stored_sample
 
-KINDS = ("input_ids", "aux", "last", "loss_mask")
 CHUNK_BYTES = 4 << 20
 OnBytes = Callable[[int], None]
 """Told of every chunk that was read: progress, rate limit, or an exception to stop."""
@@ -133,6 +143,7 @@ def check_set(
         except StoreError as error:
             findings.append(_of_file(entry.path, error.message))
     findings += _twice(headers)
+    findings += _calibrations(headers)
     if plan is not None and plan.identity == manifest.identity:
         findings += _unlike_plan(headers, plan, manifest)
     elif tokens is not None and len(headers) == len(manifest.shards):
@@ -151,6 +162,15 @@ def _twice(headers: Mapping[str, ShardHeader]) -> Iterator[Finding]:
             if sample.sample_id in seen:
                 yield _of_sample(path, sample.sample_id, f"also stored in {seen[sample.sample_id]}")
             seen[sample.sample_id] = path
+
+
+def _calibrations(headers: Mapping[str, ShardHeader]) -> Iterator[Finding]:
+    """All shards of a set are coded with the same channel scales: readers take those of any."""
+    found = {path: header.checksums[CALIBRATION] for path, header in headers.items() if CALIBRATION in header.blocks}
+    values = list(found.values())
+    usual = max(set(values), key=values.count) if values else ""
+    for path in (path for path, value in found.items() if value != usual):
+        yield _of_file(path, f"{path}: channel scales {found[path]}, the other shards have {usual}")
 
 
 def _unlike_plan(headers: Mapping[str, ShardHeader], plan: CapturePlan, manifest: ShardManifest) -> Iterator[Finding]:
@@ -187,9 +207,10 @@ def check_shard(
     try:
         header = open_entry(folder, entry, manifest)
         with open_shard(path, entry.path) as fd:
+            codec = shard_codec(fd.number, header)
 
             def check(index: int) -> Iterator[Finding]:
-                return _check_sample(fd.number, header, index, against, scores)
+                return _check_sample(fd.number, header, index, codec, against, scores)
 
             findings = tuple(_read_through(fd.number, entry, header, check, on_bytes))
     except StoreError as error:
@@ -227,48 +248,40 @@ def _read_through(
 def _damaged_blocks(fd: int, header: ShardHeader, index: int) -> Iterator[Finding]:
     for kind in KINDS:
         try:
-            read_block(fd, header, index, kind)
+            read_encoded(fd, header, index, kind)
         except StoreError as error:
             yield Finding(shard=header.facts.shard, sample_id=header.samples[index].sample_id, problem=error.message)
 
 
 def _check_sample(
-    fd: int, header: ShardHeader, index: int, against: Against, scores: dict[str, Score]
+    fd: int, header: ShardHeader, index: int, codec: Codec, against: Against, scores: dict[str, Score]
 ) -> Iterator[Finding]:
     shard, sample = header.facts.shard, header.samples[index]
-    findings = list(_damaged_blocks(fd, header, index))
-    if findings:
-        yield from findings
+    try:
+        stored = read_sample(fd, header, index, codec)
+    except StoreError as error:
+        findings = list(_damaged_blocks(fd, header, index))
+        yield from findings or [Finding(shard=shard, sample_id=sample.sample_id, problem=error.message)]
         return
-    input_ids_T, aux_TAD, last_TD, loss_mask_T = (read_block(fd, header, index, kind) for kind in KINDS)
-    has_last_T = torch.ones(len(input_ids_T), dtype=torch.bool)
-    problems = list(_bad_values(header.facts.boundaries, aux_TAD, last_TD, has_last_T))
+    problems = list(_bad_values(header.facts.boundaries, stored))
     if against.tokens is not None:
-        problems += _unlike_tokens(sample, against.tokens, input_ids_T, loss_mask_T)
+        problems += _unlike_tokens(stored, against.tokens)
     if against.judged and not problems:
-        judged = judge(
-            input_ids_T=input_ids_T,
-            loss_mask_T=loss_mask_T,
-            aux_TAD=aux_TAD,
-            last_TD=last_TD,
-            has_last_T=has_last_T,
-            boundaries=header.facts.boundaries,
-            greedy=sample.variant == "greedy",
-            head_VD=against.head_VD,
-        )
+        judged = judge(stored, header.facts.boundaries, against.head_VD)
         problems += judged.problems
         if not problems:
             scores[sample.sample_id] = judged.score
     yield from (_of_sample(shard, sample.sample_id, problem) for problem in problems)
 
 
-def _bad_values(
-    boundaries: tuple[int, ...], aux_TAD: torch.Tensor, last_TD: torch.Tensor, has_last_T: torch.Tensor
-) -> Iterator[str]:
-    """Values that are not finite and rows of zeros, by stream and token. ``aux_TAD`` holds the stored rows alone."""
-    streams = [(f"aux boundary {b}", aux_TAD[:, a], torch.arange(len(aux_TAD))) for a, b in enumerate(boundaries)]
-    last_rows = has_last_T.nonzero().flatten()
-    for name, states_TD, rows in (*streams, ("last", last_TD[last_rows], last_rows)):
+def _bad_values(boundaries: tuple[int, ...], stored: StoredStates) -> Iterator[str]:
+    """Values that are not finite and rows of zeros among the stored rows, by stream and token."""
+    aux_rows, last_rows = torch.arange(stored.num_aux_rows), stored.has_last_T.nonzero().flatten()
+    streams = [
+        (f"aux boundary {b}", stored.aux_TAD[: stored.num_aux_rows, a], aux_rows) for a, b in enumerate(boundaries)
+    ]
+    last_LD = stored.last_TD if len(last_rows) == len(stored.last_TD) else stored.last_TD[last_rows]
+    for name, states_TD, rows in (*streams, ("last", last_LD, last_rows)):
         # A row's sum of magnitudes is not finite when any value is not, and zero when all are.
         magnitude_T = states_TD.abs().sum(dim=1, dtype=torch.float32)
         bad = ~torch.isfinite(states_TD) if not magnitude_T.isfinite().all() else torch.zeros(0, dtype=torch.bool)
@@ -281,18 +294,16 @@ def _bad_values(
             yield f"{name}: {len(empty):,} of {len(states_TD):,} rows are zero, the first is token {rows[empty[0]]}"
 
 
-def _unlike_tokens(
-    stored: StoredSample, tokens: Mapping[str, TokenSample], input_ids_T: torch.Tensor, loss_mask_T: torch.Tensor
-) -> Iterator[str]:
-    sample = tokens.get(stored.sample_id)
+def _unlike_tokens(stored: StoredStates, tokens: Mapping[str, TokenSample]) -> Iterator[str]:
+    sample = tokens.get(stored.sample.sample_id)
     if sample is None:
         yield "not in the token dataset"
         return
-    if stored_sample(sample) != stored:
-        yield f"stored as {stored}, the token dataset says {stored_sample(sample)}"
+    if stored_sample(sample) != stored.sample:
+        yield f"stored as {stored.sample}, the token dataset says {stored_sample(sample)}"
     for kind, found_T, values in (
-        ("input_ids", input_ids_T, sample.input_ids),
-        ("loss_mask", loss_mask_T, sample.loss_mask),
+        ("input_ids", stored.input_ids_T, sample.input_ids),
+        ("loss_mask", stored.loss_mask_T, sample.loss_mask),
     ):
         if len(found_T) != len(values):
             continue  # named above as another number of tokens
