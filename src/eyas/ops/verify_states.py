@@ -154,14 +154,19 @@ def verify_states(root: Path, extent: Extent | None = None) -> StatesReport:
 
 def _prepare(root: Path, manifest: ShardManifest, extent: Extent) -> _Run:
     notes: list[str] = []
-    tokens = _tokens(root, notes)
+    against = make_against(root, manifest, notes)
+    tokens = manifest.capture.tokens if against.tokens is not None else ""
+    basis = digest([tokens, against.head_VD is not None, against.judged])
+    return _Run(root, manifest, against, basis, extent, notes)
+
+
+def make_against(root: Path, manifest: ShardManifest, notes: list[str]) -> Against:
+    """What the states of a repository can be compared with here; ``notes`` is told what is missing."""
     judged = manifest.engine.name != "fake"
     if not judged:
         notes.append("states of the fake engine belong to no model: they are not judged against tokens")
     head_VD = _head(root, manifest, notes) if judged else None
-    basis = digest([manifest.capture.tokens if tokens is not None else "", head_VD is not None, judged])
-    against = Against(tokens=tokens, head_VD=head_VD, judged=judged)
-    return _Run(root, manifest, against, basis, extent, notes)
+    return Against(tokens=_tokens(root, notes), head_VD=head_VD, judged=judged)
 
 
 def _tokens(root: Path, notes: list[str]) -> Mapping[str, TokenSample] | None:
@@ -345,16 +350,19 @@ class Journal:
         """Forget the run and keep its findings, if any; what was known of shards it did not read stays."""
         others = set(unread)
         kept = [finding for finding in self.findings() if finding.shard in others]
-        found = list(dict.fromkeys([*findings, *kept]))
-        if found:
-            fs.write_record(self._findings, found)
-        else:
-            self._findings.unlink(missing_ok=True)
+        self.keep(list(dict.fromkeys([*findings, *kept])))
         left = [line for line in self._whole_lines() if (shard := _parse_line(line)) and shard.path in others]
         if left:
             fs.write_bytes(self._lines, b"".join(line + b"\n" for line in left))
         else:
             self._lines.unlink(missing_ok=True)
+
+    def keep(self, findings: Sequence[Finding]) -> None:
+        """Replace the findings by those that are left after a repair."""
+        if findings:
+            fs.write_record(self._findings, list(findings))
+        else:
+            self._findings.unlink(missing_ok=True)
 
     def _whole_lines(self) -> list[bytes]:
         return self._lines.read_bytes().split(b"\n")[:-1] if self._lines.exists() else []

@@ -44,6 +44,8 @@ GREEDY_FLOOR = 0.75
 COHERENCE_FLOOR = 0.75
 """Of the set's median correlation of the deepest aux stream and ``last``."""
 MIN_COHERENCE_SAMPLES = 20
+INCOHERENT = "aux and last states correlate by"
+"""Begins the one problem that only a whole set shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +102,7 @@ def incoherent(scores: Mapping[str, Score]) -> dict[str, str]:
         return {}
     median = float(torch.tensor(sorted(known.values())).median())
     return {
-        name: f"aux and last states correlate by {value:.2f}, the set's samples by {median:.2f}: not of one sample"
+        name: f"{INCOHERENT} {value:.2f}, the set's samples by {median:.2f}: not of one sample"
         for name, value in known.items()
         if value < COHERENCE_FLOOR * median
     }
