@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = _add(commands, "verify", _verify, "read every artifact again; states also against tokens and target")
     verify.add_argument("--share", type=float, default=1.0, help="read this share of the shards (default: all)")
     verify.add_argument("--max-mb-per-s", type=float, default=0.0, help="read no faster (default: no limit)")
+    _add(commands, "repair", _repair, "restore damaged shards from DVC's cache, or capture their samples again")
     _add(commands, "summary", _summary, "the last results in one table")
     smoke = _add(commands, "smoke", _smoke, "run the whole pipeline at small size in a scratch copy")
     smoke.add_argument("--folder", type=Path, default=Path(".eyas/smoke"), help="the copy (default: %(default)s)")
@@ -89,6 +90,18 @@ def _verify(arguments: argparse.Namespace) -> int:
     verified = verify_all(Path(), make_extent(arguments.share, arguments.max_mb_per_s))
     console.emit(canonical_json(verified) if arguments.json else verified_text(verified))
     return 1 if verified.is_damaged else 0
+
+
+def _repair(arguments: argparse.Namespace) -> int:
+    from eyas.ops.repair import repair
+
+    done = repair(Path())
+    rows = [(r.shard, r.how, r.num_captured_samples, "as before" if r.is_same else r.md5) for r in done]
+    if arguments.json:
+        console.emit(canonical_json(done))
+    else:
+        console.emit(console.table(rows, ("shard", "", "samples captured", "md5")) if rows else "nothing to repair")
+    return 0
 
 
 def _summary(arguments: argparse.Namespace) -> int:
