@@ -27,7 +27,8 @@ from eyas.engines.registry import make_engine
 from eyas.errors import StoreError
 from eyas.ops.cache_links import CacheLinks
 from eyas.ops.recapture import Recapture
-from eyas.ops.verify_states import MANIFEST, PLAN, STATES, TARGET, TOKENS, Journal, make_against, verify_states
+from eyas.ops.verify_journal import Journal
+from eyas.ops.verify_states import MANIFEST, PLAN, STATES, TARGET, TOKENS, make_against, verify_states
 from eyas.plan.identity import capture_identity
 from eyas.shards.consistency import INCOHERENT
 from eyas.shards.reader import read_header

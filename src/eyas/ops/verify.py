@@ -114,12 +114,12 @@ def _plan(root: Path) -> Iterator[str]:
 def _states(root: Path, extent: Extent | None, reports: list[StatesReport]) -> Iterator[str]:
     from eyas.ops.verify_states import verify_states
 
-    manifest = fs.read_record(ShardManifest, root / "data/hidden_states.json")
-    if (root / "data/plan.json").is_file():
-        plan = fs.read_record(CapturePlan, root / "data/plan.json")
-        yield from _differs("identity", manifest.identity, plan.identity, "the plan's")
     reports.append(verify_states(root, extent))
     yield from (finding.problem for finding in reports[0].findings)
+    if (root / "data/plan.json").is_file():
+        plan = fs.read_json(root / "data/plan.json")
+        planned = plan.get("identity", "") if isinstance(plan, dict) else ""
+        yield from _differs("identity", reports[0].identity, planned, "the plan's")
 
 
 def _checkpoint(root: Path) -> Iterator[str]:

@@ -9,7 +9,6 @@ interrupted run goes on there. A finished run removes it; when it found damage, 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import threading
@@ -18,14 +17,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from eyas import console, fs
-from eyas.canonical import canonical_json, digest, from_plain, to_plain
+from eyas.canonical import digest
 from eyas.contracts import CapturePlan, ShardEntry, ShardManifest, TargetIdentity, TokenSample
-from eyas.errors import ConfigError
-from eyas.shards.consistency import Score
-from eyas.shards.format import checksum
+from eyas.errors import ConfigError, EyasError, StoreError
+from eyas.ops.verify_journal import VERIFY, CheckedShard, FileStamp, Journal, stamp_of
 from eyas.shards.verify import Against, Finding, check_set, check_shard, incoherent_findings
 from eyas.target.load import TensorFiles
 from eyas.target.store import target_dir
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 
 STATES, MANIFEST, PLAN = Path("data/hidden_states"), Path("data/hidden_states.json"), Path("data/plan.json")
 TOKENS, TARGET = Path("data/tokens"), Path("models/target.json")
-VERIFY = Path(".eyas/verify")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,27 +59,6 @@ def make_extent(share: float, max_mb_per_s: float) -> Extent:
     if not 0 <= max_mb_per_s < math.inf:
         raise ConfigError(f"--max-mb-per-s: {max_mb_per_s}, expected 0 (no limit) or more")
     return Extent(share=share, max_mb_per_s=max_mb_per_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileStamp:
-    """A shard file as it was when it was read."""
-
-    inode: int
-    size_bytes: int
-    mtime_ns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedShard:
-    """One journal line: what reading a shard gave. ``basis`` is the digest of what it was compared with."""
-
-    path: str
-    md5: str
-    stamp: FileStamp
-    basis: str
-    findings: tuple[Finding, ...]
-    scores: dict[str, Score]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +103,9 @@ def verify_states(root: Path, extent: Extent | None = None) -> StatesReport:
 
     extent = extent or Extent()
     manifest = fs.read_record(ShardManifest, root / MANIFEST)
-    plan = fs.read_record(CapturePlan, root / PLAN) if (root / PLAN).is_file() else None
     with fs.volume_lock(root / VERIFY / "lock", f"verify of {manifest.identity[:16]}"):
         run = _prepare(root, manifest, extent)
+        plan = _plan(root, run.notes)
         findings, readable = check_set(root / STATES, manifest, run.against.tokens, plan)
         chosen = _choose(readable, manifest.identity, extent.share)
         if len(chosen) < len(readable):
@@ -169,11 +145,25 @@ def make_against(root: Path, manifest: ShardManifest, notes: list[str]) -> Again
     return Against(tokens=_tokens(root, notes), head_VD=head_VD, judged=judged)
 
 
+def _plan(root: Path, notes: list[str]) -> CapturePlan | None:
+    if not (root / PLAN).is_file():
+        return None
+    try:
+        return fs.read_record(CapturePlan, root / PLAN)
+    except StoreError as error:
+        notes.append(f"samples were not compared with the plan: {error.message}")
+        return None
+
+
 def _tokens(root: Path, notes: list[str]) -> Mapping[str, TokenSample] | None:
-    if (root / TOKENS).is_dir():
+    if not (root / TOKENS).is_dir():
+        notes.append(f"{TOKENS} is not here: ids and masks were not compared with it")
+        return None
+    try:
         return {sample.sample_id: sample for sample in iter_tokens(root / TOKENS)}
-    notes.append(f"{TOKENS} is not here: ids and masks were not compared with it")
-    return None
+    except EyasError as error:
+        notes.append(f"ids and masks were not compared with the token dataset: {error.message}")
+        return None
 
 
 def _head(root: Path, manifest: ShardManifest, notes: list[str]) -> torch.Tensor | None:
@@ -240,15 +230,6 @@ def _read_one(run: _Run, entry: ShardEntry, meter: _Meter) -> CheckedShard:
     )
 
 
-def stamp_of(path: Path) -> FileStamp | None:
-    """Inode, size and mtime of a file; None when it is not there."""
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
-        return None
-    return FileStamp(inode=stat.st_ino, size_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns)
-
-
 def _report(
     run: _Run, findings: Sequence[Finding], shards: Sequence[CheckedShard], num_resumed: int, read_s: float
 ) -> StatesReport:
@@ -307,79 +288,3 @@ class _Meter:
         """Let every thread end at its next chunk, and end the progress line."""
         self._stopped.set()
         self._progress.close()
-
-
-class Journal:
-    """Finished shards of a verification that is under way, and the findings of the last one."""
-
-    def __init__(self, root: Path, identity: str) -> None:
-        self._lines = root / VERIFY / f"{identity}.jsonl"
-        self._findings = root / VERIFY / f"{identity}.findings.json"
-
-    def known(self, folder: Path, entries: Sequence[ShardEntry], basis: str) -> dict[str, CheckedShard]:
-        """Shards read before on the same basis whose files did not change since."""
-        if not self._lines.exists():
-            return {}
-        whole = self._lines.read_bytes()
-        if not whole.endswith(b"\n"):
-            os.truncate(self._lines, whole.rfind(b"\n") + 1)
-        lines = (_parse_line(line) for line in self._whole_lines())
-        read = {shard.path: shard for shard in lines if shard is not None and shard.basis == basis}
-        return {
-            entry.path: read[entry.path]
-            for entry in entries
-            if entry.path in read
-            and read[entry.path].md5 == entry.md5
-            and read[entry.path].stamp == stamp_of(folder / entry.path)
-        }
-
-    def append(self, shard: CheckedShard) -> None:
-        """Record a finished shard durably.
-
-        Raises:
-            DiskError: The volume is full.
-        """
-        body = to_plain(shard)
-        line = canonical_json({"shard": body, "xxh3": checksum(canonical_json(body).encode())}) + "\n"
-        with fs.disk_errors(self._lines), self._lines.open("ab") as handle:
-            handle.write(line.encode())
-            handle.flush()
-            os.fsync(handle.fileno())
-
-    def finish(self, findings: Sequence[Finding], unread: Sequence[str] = ()) -> None:
-        """Forget the run and keep its findings, if any; what was known of shards it did not read stays."""
-        others = set(unread)
-        kept = [finding for finding in self.findings() if finding.shard in others]
-        self.keep(list(dict.fromkeys([*findings, *kept])))
-        left = [line for line in self._whole_lines() if (shard := _parse_line(line)) and shard.path in others]
-        if left:
-            fs.write_bytes(self._lines, b"".join(line + b"\n" for line in left))
-        else:
-            self._lines.unlink(missing_ok=True)
-
-    def keep(self, findings: Sequence[Finding]) -> None:
-        """Replace the findings by those that are left after a repair."""
-        if findings:
-            fs.write_record(self._findings, list(findings))
-        else:
-            self._findings.unlink(missing_ok=True)
-
-    def _whole_lines(self) -> list[bytes]:
-        return self._lines.read_bytes().split(b"\n")[:-1] if self._lines.exists() else []
-
-    def findings(self) -> tuple[Finding, ...]:
-        """What the last finished verification found; empty when that was nothing, or there was none."""
-        if not self._findings.exists():
-            return ()
-        return tuple(from_plain(Finding, value) for value in fs.read_json(self._findings))
-
-
-def _parse_line(line: bytes) -> CheckedShard | None:
-    """A journal line; None when it is torn or damaged."""
-    try:
-        value: dict[str, Any] = json.loads(line)
-        if checksum(canonical_json(value["shard"]).encode()) != value["xxh3"]:
-            return None
-        return from_plain(CheckedShard, value["shard"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None

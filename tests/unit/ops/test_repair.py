@@ -24,9 +24,12 @@ from eyas import fs
 from eyas.canonical import digest
 from eyas.errors import EyasError, StoreError
 from eyas.ops.repair import repair
+from eyas.ops.verify_journal import Journal
 from eyas.ops.verify_states import verify_states
+from eyas.shards.consistency import INCOHERENT
 from eyas.shards.format import block_name
 from eyas.shards.reader import open_entry
+from eyas.shards.verify import Finding
 
 
 @pytest.fixture
@@ -206,18 +209,11 @@ def test_states_that_were_wrong_when_they_were_written_are_replaced(tmp_path: Pa
     whole = tree(make_repository(tmp_path / "whole"))
     root = make_repository(tmp_path / "broken", engine=Broken())
     manifest = manifest_of(root)
-    path = root / "data/tokens"  # any finding by content will do: verify is told that sample 0 is wrong
-    assert path.is_dir()
-    from eyas.ops.verify_states import Journal
-    from eyas.shards.consistency import INCOHERENT
-    from eyas.shards.verify import Finding
-
     findings = [
         Finding(shard=entry.path, sample_id=sample.sample_id, problem=INCOHERENT)
         for entry in manifest.shards
         for sample in open_entry(root / STATES, entry, manifest).samples
     ]
-    (root / ".eyas/verify").mkdir(parents=True)
     Journal(root, manifest.identity).keep(findings)
     assert not any(done.is_same for done in repair(root, CountingEngine()))
     assert tree(root) == whole
