@@ -116,8 +116,8 @@ def _judge_tokens(stored: StoredStates, head_VD: torch.Tensor) -> tuple[Score, l
     rows_all = stored.has_last_T.nonzero().flatten()
     rows_all = rows_all[rows_all < num_tokens - 1]
     counts, problems = [0, 0, 0, 0], []
-    for rows_R in rows_all.split(WINDOW_ROWS):
-        near_C, _ = torch.unique(ids_T[int(rows_R[0]) : int(rows_R[-1]) + 3], return_inverse=True)
+    for rows_R in rows_all.split(WINDOW_ROWS) if len(rows_all) else ():
+        near_C = torch.unique(ids_T[int(rows_R[0]) : int(rows_R[-1]) + 3])
         preferred_R = near_C[(last_TD[rows_R].float() @ head_VD[near_C].float().T).argmax(-1)]
         next_R = preferred_R == ids_T[rows_R + 1]
         assistant_R = mask_T[rows_R + 1]
