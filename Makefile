@@ -13,7 +13,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Arguments of pip for torch alone, for example `--index-url <index of CPU builds>`.
 TORCH_PIP_ARGS ?=
-# Arguments of pytest, for example `ARGS='-k walk'`.
+# Arguments of pytest or of verify, for example `ARGS='-k walk'`.
 ARGS ?=
 
 VENV := .venv
@@ -32,7 +32,7 @@ export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup repro smoke params $(PIPELINE) status summary doctor verify reproduce check test test-slow lock clean
+.PHONY: help setup repro smoke params $(PIPELINE) status summary doctor verify repair reproduce check test test-slow lock clean
 
 .PHONY: export-states import-states
 
@@ -72,8 +72,10 @@ summary: $(READY) ## The last results in one table
 	@eyas summary
 doctor: $(READY) ## What this machine has, lacks and what to do about it
 	@eyas doctor
-verify: $(READY) ## Read every artifact again and compare its hashes
-	@eyas verify
+verify: $(READY) ## Read every artifact again; ARGS='--share 0.1 --max-mb-per-s 200'
+	@eyas verify $(ARGS)
+repair: $(READY) ## Restore damaged shards, or capture their samples again
+	@eyas repair
 
 ##@ Exchange
 export-states: $(READY) ## Hidden states for a peer: FORMAT=speculators_v1|speculators|specforge TO= (TRAINER=0.4.0)

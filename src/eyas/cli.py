@@ -35,7 +35,10 @@ def _parser() -> argparse.ArgumentParser:
         help="TARGET, DATA, MACHINE or DRAFTER, and a file below conf/GROUP; a group left out takes its default",
     )
     _add(commands, "doctor", _doctor, "what this machine has, lacks and what to do about it")
-    _add(commands, "verify", _verify, "read every artifact again and compare its hashes")
+    verify = _add(commands, "verify", _verify, "read every artifact again; states also against tokens and target")
+    verify.add_argument("--share", type=float, default=1.0, help="read this share of the shards (default: all)")
+    verify.add_argument("--max-mb-per-s", type=float, default=0.0, help="read no faster (default: no limit)")
+    _add(commands, "repair", _repair, "restore damaged shards from DVC's cache, or capture their samples again")
     _add(commands, "summary", _summary, "the last results in one table")
     _add_exchange(commands)
     bench = _add(commands, "bench", _bench, "measure the store on the extracted states; writes reports/bench/NAME.json")
@@ -106,14 +109,24 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from eyas.ops.verify import verify_all
+    from eyas.ops.verify import verified_text, verify_all
+    from eyas.ops.verify_states import make_extent
 
-    results = verify_all(Path())
+    verified = verify_all(Path(), make_extent(arguments.share, arguments.max_mb_per_s))
+    console.emit(canonical_json(verified) if arguments.json else verified_text(verified))
+    return 1 if verified.is_damaged else 0
+
+
+def _repair(arguments: argparse.Namespace) -> int:
+    from eyas.ops.repair import repair
+
+    done = repair(Path())
+    rows = [(r.shard, r.how, r.num_captured_samples, "as before" if r.is_same else r.md5) for r in done]
     if arguments.json:
-        console.emit(canonical_json(results))
+        console.emit(canonical_json(done))
     else:
-        console.emit(console.table([(r.artifact, r.state, r.note) for r in results]))
-    return 1 if any(result.state == "damaged" for result in results) else 0
+        console.emit(console.table(rows, ("shard", "", "samples captured", "md5")) if rows else "nothing to repair")
+    return 0
 
 
 def _bench(arguments: argparse.Namespace) -> int:
