@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -27,6 +27,8 @@ PART_SUFFIX = ".part"
 ASIDE_SUFFIX = f".old{PART_SUFFIX}"
 CHUNK_BYTES = 1 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT)
+NO_HARDLINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS)
+"""What link(2) says where there are no links: two mounts, or a file system without them."""
 
 
 def fsync_dir(folder: Path) -> None:
@@ -159,6 +161,33 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def link_tree(source: Path, folder: Path, paths: Iterable[str]) -> None:
+    """Make ``folder`` anew with hardlinks to files of ``source``, durably; nothing of it stays on an error.
+
+    Raises:
+        OSError: Links are impossible here (``NO_HARDLINKS``), or the volume is full.
+    """
+    _remove(folder)
+    try:
+        folder.mkdir()
+        for path in paths:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            os.link(source / path, folder / path)
+        for inner, _, _ in os.walk(folder):
+            fsync_dir(Path(inner))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def size_or_none(path: Path) -> int | None:
+    """Bytes of a file; None when there is none."""
+    try:
+        return path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def fsync_file(path: Path) -> None:
     """Make a written file's content durable."""
     fd = os.open(path, os.O_RDONLY)
@@ -201,7 +230,7 @@ def can_hardlink(source_folder: Path, other_folder: Path) -> bool:
         source.write_bytes(b"")
         os.link(source, link)
     except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS):
+        if error.errno not in NO_HARDLINKS:
             raise
         return False
     finally:
