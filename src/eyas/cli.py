@@ -36,6 +36,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add(commands, "doctor", _doctor, "what this machine has, lacks and what to do about it")
     _add(commands, "verify", _verify, "read every artifact again and compare its hashes")
+    guard = _add(commands, "guard", _guard, "look at the hidden states before a command of DVC's could wipe them")
+    guard.add_argument("--force", action="store_true", help="go on although finished states would be deleted")
+    guard.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="then run this, for example dvc repro train"
+    )
+    _add(commands, "settle", _settle, "remove what an extraction kept beside its published states, once DVC has them")
     _add(commands, "summary", _summary, "the last results in one table")
     smoke = _add(commands, "smoke", _smoke, "run the whole pipeline at small size in a scratch copy")
     smoke.add_argument("--folder", type=Path, default=Path(".eyas/smoke"), help="the copy (default: %(default)s)")
@@ -89,6 +95,23 @@ def _verify(arguments: argparse.Namespace) -> int:
     else:
         console.emit(console.table([(r.artifact, r.state, r.note) for r in results]))
     return 1 if any(result.state == "damaged" for result in results) else 0
+
+
+def _guard(arguments: argparse.Namespace) -> int:
+    from eyas.ops.guard import run
+
+    return run(Path(), arguments.command, force=arguments.force)
+
+
+def _settle(arguments: argparse.Namespace) -> int:
+    from eyas.ops.guard import settle
+
+    identities = settle(Path())
+    if arguments.json:
+        console.emit(canonical_json(identities))
+    else:
+        console.emit("\n".join(f"settled: {identity}" for identity in identities) or "nothing to settle")
+    return 0
 
 
 def _summary(arguments: argparse.Namespace) -> int:

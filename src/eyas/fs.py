@@ -12,7 +12,10 @@ import fcntl
 import hashlib
 import json
 import os
+import shlex
 import shutil
+import socket
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,6 +29,7 @@ Record = TypeVar("Record")
 PART_SUFFIX = ".part"
 ASIDE_SUFFIX = f".old{PART_SUFFIX}"
 CHUNK_BYTES = 1 << 20
+LOCK_COMMAND_CHARS = 300
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_HARDLINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS)
 """What link(2) says where there are no links: two mounts, or a file system without them."""
@@ -239,6 +243,11 @@ def can_hardlink(source_folder: Path, other_folder: Path) -> bool:
     return True
 
 
+def device(path: Path) -> int:
+    """Number of the file system that holds a path, or would hold it."""
+    return _existing(path).stat().st_dev
+
+
 def _existing(folder: Path) -> Path:
     folder = Path(folder).absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir())
@@ -246,7 +255,9 @@ def _existing(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def volume_lock(path: Path, what: str) -> Iterator[None]:
-    """Hold an exclusive flock; the file says who holds it and since when.
+    """Hold an exclusive flock; the file says who holds it: what, pid, since when, host and command.
+
+    A flock is the kernel's: it holds across containers and PID namespaces on one machine, and ends with its holder.
 
     Raises:
         EyasError: Somebody else holds it.
@@ -262,6 +273,11 @@ def volume_lock(path: Path, what: str) -> Iterator[None]:
                 "wait for it, or stop that process",
             ) from None
         handle.truncate(0)
-        handle.write(f"{what}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        handle.write(_holder(what))
         handle.flush()
         yield
+
+
+def _holder(what: str) -> str:
+    since, command = time.strftime("%Y-%m-%d %H:%M:%S"), shlex.join(sys.orig_argv)[:LOCK_COMMAND_CHARS]
+    return f"{what}, pid {os.getpid()}, since {since}, on {socket.gethostname()}: {command}"

@@ -12,7 +12,7 @@ import hashlib
 import json
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,31 +50,56 @@ def hand_over(root: Path, manifest: ShardManifest, states: Path, manifest_path: 
         return False
     known = [(states / entry.path, entry.md5, entry.size_bytes) for entry in manifest.shards]
     known.append((manifest_path, fs.hash_file(manifest_path, "md5"), manifest_path.stat().st_size))
+    return register(root, known)
+
+
+def register(root: Path, known: Sequence[tuple[Path, str, int]]) -> bool:
+    """Tell DVC the md5 of files, each with the size that it must still have; False when this DVC takes none."""
+
+    def save(state: Any, localfs: Any) -> None:
+        from dvc_data.hashfile.hash_info import HashInfo
+
+        infos = [(str(path.absolute()), md5, size_bytes) for path, md5, size_bytes in known]
+        rows = ((path, HashInfo("md5", md5), localfs.info(path), size_bytes) for path, md5, size_bytes in infos)
+        state.save_many([(path, hashed, info) for path, hashed, info, size in rows if info["size"] == size], localfs)
+
+    return _with_state(root, save) is not _NO_STATE
+
+
+def known_md5s(root: Path, paths: Sequence[Path]) -> dict[Path, str]:
+    """Files that DVC takes for unchanged since it learnt their md5, with that md5."""
+    named = {str(path.absolute()): path for path in paths}
+
+    def ask(state: Any, localfs: Any) -> dict[Path, str]:
+        infos = {name: localfs.info(name) for name in named}
+        answers = state.get_many(list(named), localfs, infos)
+        return {named[name]: hashed.value for name, _, hashed in answers if hashed is not None and hashed.name == "md5"}
+
+    known = _with_state(root, ask)
+    return {} if known is _NO_STATE else known
+
+
+_NO_STATE = object()
+
+
+def _with_state(root: Path, use: Callable[[Any, Any], Any]) -> Any:
+    """Run ``use(state, localfs)`` on DVC's state; ``_NO_STATE`` when this DVC has no such thing."""
     try:
-        _register(root, known)
-    except (ImportError, AttributeError, TypeError, ValueError, OSError, sqlite3.Error) as error:
-        console.log(f"extract: DVC does not take the hashes ({error!r}); it reads the shards once to commit them")
-        return False
-    return True
-
-
-def _register(root: Path, known: Sequence[tuple[Path, str, int]]) -> None:
-    from dvc.exceptions import DvcException
-    from dvc.repo import Repo
-    from dvc_data.hashfile.hash_info import HashInfo
-    from dvc_objects.fs import localfs
-
-    def rows() -> Iterator[tuple[str, Any, Any]]:
-        for path, md5, size_bytes in known:
-            info = localfs.info(str(path.absolute()))
-            if info["size"] == size_bytes:
-                yield str(path.absolute()), HashInfo("md5", md5), info
-
+        from dvc.exceptions import DvcException
+        from dvc.repo import Repo
+        from dvc_objects.fs.local import localfs
+    except ImportError as error:
+        return _log_no_state(error)
     try:
         with Repo(str(root)) as repo:  # DVC releases its lock while a stage's command runs
-            repo.state.save_many(rows(), localfs)
-    except DvcException as error:
-        raise OSError(str(error)) from error
+            return use(repo.state, localfs)
+    except (DvcException, ImportError, AttributeError, TypeError, ValueError, OSError, sqlite3.Error) as error:
+        return _log_no_state(error)
+
+
+def _log_no_state(error: Exception) -> object:
+    console.log(f"DVC's state cannot be used ({error!r}); DVC reads the shards once to commit them")
+    return _NO_STATE
 
 
 def dir_md5(files: Iterable[StoredFile]) -> str:
