@@ -225,6 +225,6 @@ def _disk_bytes(root: Path) -> int:
     for folder, _, names in os.walk(root):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                stat = os.lstat(os.path.join(folder, name))
+                stat = (Path(folder) / name).lstat()
                 blocks[stat.st_ino] = stat.st_blocks * 512
     return sum(blocks.values())
