@@ -2,9 +2,6 @@
 
 The rooms exchange these records and nothing else. Each record has one writer (see the table in
 ``docs/map.md``) and is stored as canonical JSON, so that equal content is equal bytes.
-
-Shapes are named by letters: T tokens, A aux streams, D target hidden size, V target vocab,
-W draft vocab, S TTT steps.
 """
 
 from __future__ import annotations
@@ -12,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from eyas.canonical import digest
+from eyas.canonical import digest, to_plain
 
 SCHEMA_VERSION = 1
 
 Split = Literal["train", "held_out"]
 FinalHidden = Literal["post_norm", "pre_norm"]
+LastRows = Literal["all", "trained"]
 BYTES_PER_STATE = 2  # bf16, the only stored dtype
 BYTES_PER_TOKEN_ID = 4  # int32
 BYTES_PER_MASK = 1  # uint8
@@ -69,7 +67,7 @@ class TargetIdentity:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the whole identity."""
+        """SHA-256 of the record."""
         return digest(self)
 
 
@@ -139,7 +137,6 @@ class TokenReport:
     num_samples_by_split: dict[str, int]
     num_tokens_by_split: dict[str, int]
     num_dropped: dict[str, int]
-    """Samples left out, by reason."""
     num_truncated: int
     draft_vocab_size: int
     draft_vocab_coverage: dict[str, float]
@@ -153,9 +150,8 @@ class CaptureIdentity:
     """Everything that decides the bytes of the hidden states; its digest names them."""
 
     target: str
-    """Digest of the target identity."""
     tokens: str
-    """SHA-256 of the token dataset."""
+    """SHA-256 of the token dataset, as ``target`` is the digest of the target identity."""
     boundaries: tuple[int, ...]
     final_hidden: FinalHidden
     dtype: Literal["bfloat16"]
@@ -168,6 +164,8 @@ class CaptureIdentity:
     shard_bytes: int
     batch_tokens: int
     revision: int
+    last_rows: LastRows = "all"
+    """``trained``: only rows that a training can read are stored (``eyas.rows``)."""
 
     @property
     def digest(self) -> str:
@@ -188,7 +186,7 @@ class PlannedShard:
     """One shard file: its samples in stored order, cut into the batches the engine runs."""
 
     path: str
-    """Relative to the states folder: ``000/shard-00000.safetensors``, at most 64 per folder."""
+    """Below the states folder: ``000/shard-00000.safetensors``, at most 64 per folder."""
     payload_bytes: int
     batches: tuple[tuple[PlannedSample, ...], ...]
 
@@ -206,13 +204,14 @@ class CapturePlan:
     capture: CaptureIdentity
     hidden_size: int
     num_streams: int
-    """Aux streams plus the last hidden states."""
     num_samples: int
     num_tokens: int
     payload_bytes: int
     """Bytes of hidden states before the codec: tokens x streams x hidden x 2."""
+    trained_payload_bytes: int
+    """The same when only the rows that a training can read are stored."""
     token_bytes: int
-    """Bytes of ids and masks that travel along: tokens x 5."""
+    """Ids and masks that travel along: tokens x 5."""
     shards: tuple[PlannedShard, ...]
     schema_version: int = SCHEMA_VERSION
 
@@ -263,7 +262,7 @@ class EngineFacts:
     version: str
     options: dict[str, Any]
     deterministic: bool
-    """Same inputs on the same machine type give the same bytes."""
+    """Equal inputs on the same machine type give equal bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +280,17 @@ class ShardManifest:
     stored_bytes: int
     shards: tuple[ShardEntry, ...]
     failed: tuple[FailedSample, ...] = ()
-    schema_version: int = SCHEMA_VERSION
+    calibration: str = ""
+    """SHA-256 of the channel scales of a lossy codec; empty for a lossless one."""
+    schema_version: int = 2
+
+    @property
+    def capture_digest(self) -> str:
+        """Digest of the capture as this schema version spells it: version 1 had no ``last_rows``."""
+        plain = to_plain(self.capture)
+        if self.schema_version == 1:
+            del plain["last_rows"]
+        return digest(plain)
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -319,10 +328,8 @@ class CheckpointMeta:
     boundaries: tuple[int, ...]
     capture_identity: str
     target: str
-    """Digest of the target identity."""
     tokens: str
     num_steps: int
-    """Optimizer steps done."""
     num_trained_rows: int
     ttt_steps: int
     seed: int
@@ -402,7 +409,7 @@ class ExportMeta:
     servers: tuple[str, ...]
     boundaries: tuple[int, ...]
     layer_ids: dict[str, tuple[int, ...]]
-    """Per server: the boundaries in that server's spelling."""
+    """The boundaries in each server's spelling."""
     drafter: str
     capture_identity: str
     target: str

@@ -1,5 +1,6 @@
 """Parameters of the pipeline: schema, loading, presets."""
 
+from eyas.config.knobs import cores, knob
 from eyas.config.load import PARAMS_PATH, SECTIONS, compose_presets, load, resolve_boundaries, to_yaml
 from eyas.config.schema import (
     DataConfig,
@@ -30,6 +31,8 @@ __all__ = [
     "TokenizeConfig",
     "TrainConfig",
     "compose_presets",
+    "cores",
+    "knob",
     "load",
     "resolve_boundaries",
     "to_yaml",

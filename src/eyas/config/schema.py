@@ -191,7 +191,10 @@ class ExtractConfig:
     engine: str = "hf"
     boundaries: list[int] = field(default_factory=list)
     """Aux boundaries: the state entering decoder layer b. Empty means 2, n//2, n-3."""
-    codec: str = "raw"
+    codec: str = "blosc2"
+    """``blosc2`` and ``raw`` are lossless, ``int8`` is not."""
+    last_rows: str = "all"
+    """``trained`` leaves out what no training reads: most of ``last`` outside assistant spans."""
     shard_bytes: int = 256 * 1024 * 1024
     """Payload at which a shard is closed; samples stay whole."""
     batch_tokens: int = 4096
@@ -204,13 +207,14 @@ class ExtractConfig:
     """More failures than this end the extraction with an error."""
     reserve_bytes: int = 1_000_000_000
     """Free bytes that must remain on the volume."""
-    revision: int = 1
+    revision: int = 2
     """Raise it when the capture code's bytes change on purpose."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""
         require(self.engine in ("hf", "fake"), "extract.engine", self.engine, "hf or fake")
-        require(self.codec == "raw", "extract.codec", self.codec, "raw")
+        require(self.codec in ("blosc2", "raw", "int8"), "extract.codec", self.codec, "blosc2, raw or int8")
+        require(self.last_rows in ("all", "trained"), "extract.last_rows", self.last_rows, "all or trained")
         require(all(b >= 0 for b in self.boundaries), "extract.boundaries", list(self.boundaries), "numbers from 0")
         distinct = sorted(set(self.boundaries)) == list(self.boundaries)
         require(distinct, "extract.boundaries", list(self.boundaries), "rising numbers without repeats")

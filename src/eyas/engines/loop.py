@@ -29,6 +29,8 @@ from eyas.engines.base import Engine
 from eyas.engines.checks import check_captured
 from eyas.errors import CaptureError, DiskError, StoreError
 from eyas.plan.budget import HEADER_BYTES_PER_SAMPLE, HEADER_BYTES_PER_SHARD, check_fits
+from eyas.shards.codecs import make_codec
+from eyas.shards.encode import Encoder
 from eyas.shards.spool import Spool, check_one_volume, leftovers
 from eyas.shards.writer import FinishedShard, ShardAssembly, check_tokens
 
@@ -210,7 +212,12 @@ def _capture_shards(run: _Run) -> None:
     pending: Future[FinishedShard] | None = None
     in_flight: list[PlannedShard] = []
     try:
-        with contextlib.closing(run.engine), ThreadPoolExecutor(1, "shard-writer") as writer:
+        codec = make_codec(run.plan.capture.codec)
+        with (
+            contextlib.closing(run.engine),
+            Encoder(codec) as encoder,
+            ThreadPoolExecutor(1, "shard-writer") as writer,
+        ):
             run.engine.open()
             for planned in run.left:
                 if not _fits([*in_flight, planned], run):
@@ -218,7 +225,7 @@ def _capture_shards(run: _Run) -> None:
                     _wait(run, pending)
                     pending, in_flight = None, []
                 check_space([planned], run.spool.folder, run.limits.reserve_bytes)
-                assembly = _capture_shard(run, planned, progress)
+                assembly = _capture_shard(run, planned, encoder, progress)
                 _wait(run, pending)
                 pending, in_flight = writer.submit(_store, run.spool, assembly), [planned]
             _wait(run, pending)
@@ -247,8 +254,8 @@ def _store(spool: Spool, assembly: ShardAssembly) -> FinishedShard:
     return finished
 
 
-def _capture_shard(run: _Run, planned: PlannedShard, progress: console.Progress) -> ShardAssembly:
-    assembly = ShardAssembly(planned, run.plan.capture, run.plan.hidden_size, run.tokens)
+def _capture_shard(run: _Run, planned: PlannedShard, encoder: Encoder, progress: console.Progress) -> ShardAssembly:
+    assembly = ShardAssembly(planned, run.plan.capture, run.plan.hidden_size, run.tokens, encoder)
     for batch in planned.batches:
         samples = [run.tokens[sample.sample_id] for sample in batch]
         reasons = _collect(run, samples, assembly)

@@ -24,13 +24,20 @@ from eyas.errors import PlanError
 SHARDS_PER_FOLDER = 64
 
 
-def build_plan(samples: Iterable[tuple[str, int]], capture: CaptureIdentity, hidden_size: int) -> CapturePlan:
+def build_plan(
+    samples: Iterable[tuple[str, int]],
+    capture: CaptureIdentity,
+    hidden_size: int,
+    trained_rows: tuple[int, int] | None = None,
+) -> CapturePlan:
     """Plan a capture.
 
     Args:
         samples: (sample id, number of tokens), in any order.
         capture: Decides shard size, batch size and the number of streams.
         hidden_size: Of the target.
+        trained_rows: Rows that a training can read, of each aux stream and of the last states; every row
+            when None.
 
     Raises:
         PlanError: No sample, an id that comes twice, or a sample without tokens.
@@ -47,6 +54,7 @@ def build_plan(samples: Iterable[tuple[str, int]], capture: CaptureIdentity, hid
         for i, members in enumerate(_fill(ordered, capture.shard_bytes // token_payload_bytes))
     )
     num_tokens = sum(sample.num_tokens for sample in ordered)
+    aux_rows, last_rows = trained_rows or (num_tokens, num_tokens)
     return CapturePlan(
         identity=capture.digest,
         capture=capture,
@@ -55,6 +63,8 @@ def build_plan(samples: Iterable[tuple[str, int]], capture: CaptureIdentity, hid
         num_samples=len(ordered),
         num_tokens=num_tokens,
         payload_bytes=num_tokens * token_payload_bytes,
+        trained_payload_bytes=payload_bytes(aux_rows, hidden_size, num_streams - 1)
+        + payload_bytes(last_rows, hidden_size, 1),
         token_bytes=num_tokens * (BYTES_PER_TOKEN_ID + BYTES_PER_MASK),
         shards=shards,
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+from typing import cast
 
 from eyas.config import ExtractConfig, TargetConfig, resolve_boundaries
-from eyas.contracts import CaptureIdentity, TargetIdentity
+from eyas.contracts import CaptureIdentity, LastRows, TargetIdentity
 from eyas.errors import PlanError
 
 ENGINE_PACKAGES = {"hf": ("transformers", "torch"), "fake": ()}
@@ -41,6 +42,7 @@ def capture_identity(
         final_hidden="post_norm",
         dtype="bfloat16",
         codec=extract.codec,
+        last_rows=cast("LastRows", extract.last_rows),
         engine=extract.engine,
         engine_version=engine_version(extract.engine),
         engine_options={**own, **options},

@@ -21,17 +21,23 @@ import xxhash
 from eyas.canonical import canonical_json, from_plain
 from eyas.contracts import CaptureIdentity, StoredSample
 from eyas.errors import StoreError
+from eyas.shards.codecs import CODECS
 
 FORMAT = "eyas-shard"
-VERSION = "1"
-CODEC = "raw"
+VERSION = "2"
+READABLE = ("1", "2")
+"""Version 1 knew the raw codec alone, stored every row, and aux token by token: [T, A, D]."""
+CALIBRATION = "calibration"
+CALIBRATED_CODECS = ("int8",)
+KINDS = ("input_ids", "aux", "last", "loss_mask")
+STATE_KINDS = ("aux", "last")
 LENGTH_BYTES = 8
 ALIGNMENT_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors readers."""
 NO_CHECKSUM = "0" * 16
-DTYPES = {"BF16": torch.bfloat16, "I32": torch.int32, "U8": torch.uint8}
-ITEM_BYTES = {"BF16": 2, "I32": 4, "U8": 1}
+DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I32": torch.int32, "U8": torch.uint8}
+ITEM_BYTES = {"BF16": 2, "F32": 4, "I32": 4, "U8": 1}
 
 assert sys.byteorder == "little", "shards hold little-endian numbers as they lie in memory"
 
@@ -45,7 +51,9 @@ class ShardFacts:
     boundaries: tuple[int, ...]
     final_hidden: str
     hidden_size: int
-    codec: str = CODEC
+    codec: str
+    last_rows: str
+    version: str = VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +67,26 @@ class Block:
     end: int
 
 
+Rows = tuple[int, int]
+"""Stored rows of one sample: of aux, of last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardContent:
+    """What a header says of the blocks: samples, their rows, and the bytes of encoded blocks by name."""
+
+    samples: tuple[StoredSample, ...]
+    rows: tuple[Rows, ...]
+    encoded_bytes: Mapping[str, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardHeader:
     """A parsed header. ``data_start`` is the file offset of the first block."""
 
     facts: ShardFacts
     samples: tuple[StoredSample, ...]
+    rows: tuple[Rows, ...]
     blocks: Mapping[str, Block]
     checksums: Mapping[str, str]
     data_start: int
@@ -84,22 +106,31 @@ def shard_facts(capture: CaptureIdentity, shard: str, hidden_size: int) -> Shard
         final_hidden=capture.final_hidden,
         hidden_size=hidden_size,
         codec=capture.codec,
+        last_rows=capture.last_rows,
     )
 
 
 def block_name(index: int, kind: str) -> str:
-    """Tensor name of a sample's block; kind is input_ids, aux, last or loss_mask."""
+    """Tensor name of a sample's block; kind is one of ``KINDS``."""
     return f"{index:06d}.{kind}"
 
 
-def lay_out(lengths: Sequence[int], num_aux: int, hidden_size: int) -> tuple[Block, ...]:
-    """Blocks of a shard in file order, for samples of ``lengths`` tokens."""
+def lay_out(facts: ShardFacts, content: ShardContent) -> tuple[Block, ...]:
+    """Blocks of a shard in file order."""
+    num_aux, hidden_size = len(facts.boundaries), facts.hidden_size
     wanted: list[tuple[str, str, tuple[int, ...]]] = []
-    wanted += [(block_name(i, "input_ids"), "I32", (n,)) for i, n in enumerate(lengths)]
-    for i, n in enumerate(lengths):
-        wanted.append((block_name(i, "aux"), "BF16", (n, num_aux, hidden_size)))
-        wanted.append((block_name(i, "last"), "BF16", (n, hidden_size)))
-    wanted += [(block_name(i, "loss_mask"), "U8", (n,)) for i, n in enumerate(lengths)]
+    if facts.codec in CALIBRATED_CODECS:
+        wanted.append((CALIBRATION, "F32", (num_aux + 1, hidden_size)))
+    wanted += [(block_name(i, "input_ids"), "I32", (s.num_tokens,)) for i, s in enumerate(content.samples)]
+    for i, (aux_rows, last_rows) in enumerate(content.rows):
+        aux, last = block_name(i, "aux"), block_name(i, "last")
+        if facts.codec != "raw":
+            wanted += [(name, "U8", (content.encoded_bytes[name],)) for name in (aux, last)]
+            continue
+        is_first = facts.version == "1"
+        wanted.append((aux, "BF16", (aux_rows, num_aux, hidden_size) if is_first else (num_aux, aux_rows, hidden_size)))
+        wanted.append((last, "BF16", (last_rows, hidden_size)))
+    wanted += [(block_name(i, "loss_mask"), "U8", (s.num_tokens,)) for i, s in enumerate(content.samples)]
     blocks, begin = [], 0
     for name, dtype, shape in wanted:
         end = begin + math.prod(shape) * ITEM_BYTES[dtype]
@@ -108,22 +139,28 @@ def lay_out(lengths: Sequence[int], num_aux: int, hidden_size: int) -> tuple[Blo
     return tuple(blocks)
 
 
-def pack_header(facts: ShardFacts, samples: Sequence[StoredSample], checksums: Mapping[str, str]) -> bytes:
+def pack_header(facts: ShardFacts, content: ShardContent, checksums: Mapping[str, str]) -> bytes:
     """Length and JSON header, padded: everything before the first block."""
-    blocks = lay_out([sample.num_tokens for sample in samples], len(facts.boundaries), facts.hidden_size)
+    blocks = lay_out(facts, content)
     tensors = {b.name: {"dtype": b.dtype, "shape": b.shape, "data_offsets": [b.begin, b.end]} for b in blocks}
     metadata = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": facts.version,
         "identity": facts.identity,
         "shard": facts.shard,
         "codec": facts.codec,
         "boundaries": canonical_json(facts.boundaries),
         "final_hidden": facts.final_hidden,
-        "samples": canonical_json(list(samples)),
+        "samples": canonical_json(list(content.samples)),
         "xxh3": canonical_json(dict(checksums)),
         "header_xxh3": NO_CHECKSUM,
     }
+    if facts.version != "1":
+        metadata |= {
+            "hidden_size": str(facts.hidden_size),
+            "last_rows": facts.last_rows,
+            "rows": canonical_json(list(content.rows)),
+        }
     unsigned = _pad(canonical_json({"__metadata__": metadata, **tensors}).encode())
     metadata["header_xxh3"] = checksum(unsigned)
     signed = _pad(canonical_json({"__metadata__": metadata, **tensors}).encode())
@@ -165,14 +202,16 @@ def parse_header(raw: bytes, where: str) -> ShardHeader:
         raise damaged(where, "its header is no header of an eyas shard") from None
     if kind != FORMAT:
         raise damaged(where, f"format {kind!r}, expected {FORMAT!r}")
-    if (version, codec) != (VERSION, CODEC):
+    if version not in READABLE or codec not in (CODECS if version == VERSION else ("raw",)):
         raise StoreError(
-            f"{where}: format version {version!r} with codec {codec!r}, this eyas reads {VERSION!r} with {CODEC!r}",
+            f"{where}: format version {version!r} with codec {codec!r}, this eyas reads versions "
+            f"{' and '.join(READABLE)} with {', '.join(CODECS)}",
             "use the eyas that wrote it, or extract again",
         )
     try:
         header = _rebuild(metadata, tensors, LENGTH_BYTES + len(raw))
-        same = pack_header(header.facts, header.samples, header.checksums)[LENGTH_BYTES:] == raw
+        content = ShardContent(samples=header.samples, rows=header.rows, encoded_bytes=_encoded_bytes(tensors))
+        same = pack_header(header.facts, content, header.checksums)[LENGTH_BYTES:] == raw
     except (ValueError, RecursionError, KeyError, TypeError, IndexError, AttributeError):
         raise damaged(where, "its header lists no samples, checksums or boundaries") from None
     if not same:
@@ -181,29 +220,56 @@ def parse_header(raw: bytes, where: str) -> ShardHeader:
 
 
 def _rebuild(metadata: dict[str, Any], tensors: dict[str, Any], data_start: int) -> ShardHeader:
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("metadata values are strings")
     samples = tuple(from_plain(StoredSample, item) for item in json.loads(metadata["samples"]))
     checksums = {str(name): str(value) for name, value in json.loads(metadata["xxh3"]).items()}
+    is_first = metadata["version"] == "1"
     facts = ShardFacts(
         identity=metadata["identity"],
         shard=metadata["shard"],
         boundaries=tuple(int(b) for b in json.loads(metadata["boundaries"])),
         final_hidden=metadata["final_hidden"],
-        hidden_size=int(tensors[block_name(0, "last")]["shape"][1]),
+        hidden_size=int(tensors[block_name(0, "last")]["shape"][1] if is_first else metadata["hidden_size"]),
+        codec=metadata["codec"],
+        last_rows="all" if is_first else metadata["last_rows"],
+        version=metadata["version"],
     )
-    if not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("metadata values are strings")
+    rows = tuple((s.num_tokens, s.num_tokens) for s in samples)
+    if not is_first:
+        rows = tuple((int(aux), int(last)) for aux, last in json.loads(metadata["rows"]))
     if min(len(facts.boundaries), facts.hidden_size, *(sample.num_tokens for sample in samples)) < 1:
         raise ValueError("sizes start at 1")
-    blocks = lay_out([sample.num_tokens for sample in samples], len(facts.boundaries), facts.hidden_size)
+    if not _rows_fit(rows, samples, facts.last_rows):
+        raise ValueError("rows of each sample, at most its tokens")
+    content = ShardContent(samples=samples, rows=rows, encoded_bytes=_encoded_bytes(tensors))
+    blocks = lay_out(facts, content)
     if checksums.keys() != {block.name for block in blocks}:
         raise ValueError("one checksum per block")
     return ShardHeader(
         facts=facts,
         samples=samples,
+        rows=rows,
         blocks={block.name: block for block in blocks},
         checksums=checksums,
         data_start=data_start,
     )
+
+
+def _rows_fit(rows: Sequence[Rows], samples: Sequence[StoredSample], last_rows: str) -> bool:
+    if len(rows) != len(samples) or last_rows not in ("all", "trained"):
+        return False
+    if last_rows == "all":
+        return all(row == (s.num_tokens, s.num_tokens) for row, s in zip(rows, samples, strict=True))
+    return all(0 <= min(row) <= max(row) <= s.num_tokens for row, s in zip(rows, samples, strict=True))
+
+
+def _encoded_bytes(tensors: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes of blocks of bytes; a negative or absurd one fails the comparison with the packed header."""
+    found = {name: tensor["shape"][0] for name, tensor in tensors.items() if tensor.get("dtype") == "U8"}
+    if not all(isinstance(size, int) and size >= 0 for size in found.values()):
+        raise ValueError("sizes start at 0")
+    return found
 
 
 def damaged(where: str, what: str) -> StoreError:
@@ -211,11 +277,6 @@ def damaged(where: str, what: str) -> StoreError:
     return StoreError(
         f"{where}: {what}", "`eyas verify` lists all damage; `dvc checkout --force` or a new extraction mends it"
     )
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """A contiguous CPU tensor's bytes as they lie in memory, without a copy."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def checksum(data: bytes | memoryview) -> str:

@@ -1,7 +1,8 @@
 """Reading shards: manifest → headers → blocks of one sample, every block against its checksum.
 
 Nothing is mapped or cached but headers: a read takes the sample's bytes with ``pread`` into fresh
-memory, so a reader is safe in threads, survives ``pickle`` and costs one sample of memory per read.
+memory and decodes them straight into the tensors it hands out, so a reader is safe in threads and costs
+one sample of memory per read.
 
 Letters: T tokens, A aux streams, D target hidden size.
 """
@@ -9,7 +10,6 @@ Letters: T tokens, A aux streams, D target hidden size.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +17,13 @@ import torch
 
 from eyas.contracts import ShardEntry, ShardManifest, StoredSample
 from eyas.errors import StoreError
+from eyas.rows import stored_rows
+from eyas.shards.codecs import Codec, RawCodec, decode_block, make_codec
 from eyas.shards.format import (
+    CALIBRATION,
     DTYPES,
     LENGTH_BYTES,
+    Block,
     ShardHeader,
     block_name,
     checksum,
@@ -31,13 +35,20 @@ from eyas.shards.format import (
 
 @dataclass(frozen=True, slots=True)
 class StoredStates:
-    """One sample as stored: input_ids_T int32, loss_mask_T uint8, aux_TAD bf16, last_TD bf16 post-norm."""
+    """One sample as stored: input_ids_T int32, loss_mask_T uint8, aux_TAD bf16, last_TD bf16 post-norm.
+
+    Under ``last_rows: trained`` not every row is there: rows of aux_TAD from ``num_aux_rows`` on are zeros,
+    which nothing may depend on; rows of last_TD that ``has_last_T`` (bool) does not name are NaN, so that a
+    wrong read is loud. aux_TAD is a view of [A, T, D] memory.
+    """
 
     sample: StoredSample
     input_ids_T: torch.Tensor
     loss_mask_T: torch.Tensor
     aux_TAD: torch.Tensor
     last_TD: torch.Tensor
+    num_aux_rows: int
+    has_last_T: torch.Tensor
 
 
 class ShardReader:
@@ -58,6 +69,7 @@ class ShardReader:
         self.folder, self.manifest = Path(folder), manifest
         check_account(manifest)
         self._places: dict[str, tuple[ShardHeader, int]] = {}
+        self._codecs: dict[str, Codec] = {}
         for entry in manifest.shards:
             header = open_entry(self.folder, entry, manifest)
             for index, sample in enumerate(header.samples):
@@ -70,20 +82,23 @@ class ShardReader:
         """All stored samples in manifest order."""
         return tuple(header.samples[index] for header, index in self._places.values())
 
+    def shard_of(self, sample_id: str) -> str:
+        """Path of the shard that holds a sample.
+
+        Raises:
+            StoreError: The sample is not stored.
+        """
+        return self._place(sample_id)[0].facts.shard
+
     def read(self, sample_id: str) -> StoredStates:
         """One sample with its states, every block checked.
 
         Raises:
             StoreError: The sample is not stored, or a block of it is damaged.
         """
-        header, index, blocks = self._read_blocks(sample_id, ("input_ids", "aux", "last", "loss_mask"))
-        return StoredStates(
-            sample=header.samples[index],
-            input_ids_T=blocks["input_ids"],
-            loss_mask_T=blocks["loss_mask"],
-            aux_TAD=blocks["aux"],
-            last_TD=blocks["last"],
-        )
+        header, index = self._place(sample_id)
+        with open_shard(self.folder / header.facts.shard, header.facts.shard) as fd:
+            return read_sample(fd.number, header, index, self._codec(fd.number, header))
 
     def read_tokens(self, sample_id: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Only ``input_ids_T`` int32 and ``loss_mask_T`` uint8 of a sample, checked; no states are read.
@@ -91,20 +106,24 @@ class ShardReader:
         Raises:
             StoreError: The sample is not stored, or a block of it is damaged.
         """
-        _, _, blocks = self._read_blocks(sample_id, ("input_ids", "loss_mask"))
-        return blocks["input_ids"], blocks["loss_mask"]
+        header, index = self._place(sample_id)
+        with open_shard(self.folder / header.facts.shard, header.facts.shard) as fd:
+            return read_tokens(fd.number, header, index)
 
-    def _read_blocks(self, sample_id: str, kinds: Sequence[str]) -> tuple[ShardHeader, int, Mapping[str, torch.Tensor]]:
+    def _place(self, sample_id: str) -> tuple[ShardHeader, int]:
         if sample_id not in self._places:
             raise StoreError(
                 f"sample {sample_id} is not among the {len(self._places):,} stored samples",
                 "`eyas verify` lists what is stored; failed samples are in data/hidden_states.json",
             )
-        header, index = self._places[sample_id]
-        path = self.folder / header.facts.shard
-        with open_shard(path, header.facts.shard) as fd:
-            blocks = {kind: read_block(fd.number, header, index, kind) for kind in kinds}
-        return header, index, blocks
+        return self._places[sample_id]
+
+    def _codec(self, fd: int, header: ShardHeader) -> Codec:
+        # All shards of a set have one calibration, which verify compares; here each is read once, checked.
+        shard = header.facts.shard if CALIBRATION in header.blocks else ""
+        if shard not in self._codecs:
+            self._codecs[shard] = shard_codec(fd, header)
+        return self._codecs[shard]
 
 
 class open_shard:  # noqa: N801 - used like the built-in open
@@ -152,10 +171,12 @@ def open_entry(folder: Path, entry: ShardEntry, manifest: ShardManifest) -> Shar
     expected = (entry.size_bytes, entry.num_samples, entry.num_tokens)
     if counts != expected:
         raise damaged(entry.path, f"(bytes, samples, tokens) are {counts}, the manifest says {expected}")
-    shape = (facts.boundaries, facts.final_hidden, facts.hidden_size)
-    planned = (manifest.boundaries, manifest.capture.final_hidden, manifest.hidden_size)
+    capture = manifest.capture
+    shape = (facts.boundaries, facts.final_hidden, facts.hidden_size, facts.codec, facts.last_rows)
+    planned = (manifest.boundaries, capture.final_hidden, manifest.hidden_size, capture.codec, capture.last_rows)
     if shape != planned:
-        raise damaged(entry.path, f"(boundaries, norm, hidden size) are {shape}, the manifest says {planned}")
+        names = "(boundaries, norm, hidden size, codec, rows)"
+        raise damaged(entry.path, f"{names} are {shape}, the manifest says {planned}")
     return header
 
 
@@ -180,7 +201,7 @@ def check_account(manifest: ShardManifest) -> None:
     Raises:
         StoreError: The account does not close.
     """
-    digest = manifest.capture.digest
+    digest = manifest.capture_digest
     if manifest.identity != digest:
         raise StoreError(f"manifest identity {manifest.identity}, but its capture has {digest}", "run `make extract`")
     stored = (sum(e.num_samples for e in manifest.shards), sum(e.num_tokens for e in manifest.shards))
@@ -198,18 +219,104 @@ def check_account(manifest: ShardManifest) -> None:
             raise StoreError(f"manifest: {name} {said}, its shards and failures give {found}", "run `make extract`")
 
 
-def read_block(fd: int, header: ShardHeader, index: int, kind: str) -> torch.Tensor:
-    """One tensor of one sample, checked against its checksum.
+def shard_codec(fd: int, header: ShardHeader) -> Codec:
+    """The codec of a shard, with the channel scales that the shard itself holds.
+
+    Raises:
+        StoreError: They are damaged.
+    """
+    calibration_ND = None
+    if CALIBRATION in header.blocks:
+        block = header.blocks[CALIBRATION]
+        where = f"{header.facts.shard}: {CALIBRATION}"
+        calibration_ND = _shaped(_read_checked(fd, header, block, where), block)
+    return make_codec(header.facts.codec, calibration_ND)
+
+
+def read_sample(fd: int, header: ShardHeader, index: int, codec: Codec) -> StoredStates:
+    """One sample of an open shard, every block checked.
+
+    Raises:
+        StoreError: A block is damaged, or rows of the states are not those that its mask asks for.
+    """
+    sample, facts = header.samples[index], header.facts
+    input_ids_T, loss_mask_T = read_tokens(fd, header, index)
+    rows = stored_rows(loss_mask_T.numpy(), "trained" if facts.last_rows == "trained" else "all")
+    if rows.counts != header.rows[index]:
+        where = f"{facts.shard}: sample {sample.sample_id}"
+        raise damaged(where, f"{header.rows[index]} rows of (aux, last), its loss mask gives {rows.counts}")
+    T, num_aux = sample.num_tokens, len(facts.boundaries)
+    aux_AUD = _read_states(fd, header, index, "aux", codec)
+    last_LD = _read_states(fd, header, index, "last", codec)[0]
+    has_last_T = torch.zeros(T, dtype=torch.bool)
+    has_last_T[rows.last_L] = True
+    if facts.last_rows == "trained":
+        aux_AUD = torch.cat([aux_AUD, aux_AUD.new_zeros(num_aux, T - rows.num_aux, facts.hidden_size)], 1)
+        last_LD = last_LD.new_full((T, facts.hidden_size), float("nan")).index_copy(
+            0, torch.from_numpy(rows.last_L), last_LD
+        )
+    return StoredStates(
+        sample=sample,
+        input_ids_T=input_ids_T,
+        loss_mask_T=loss_mask_T,
+        aux_TAD=aux_AUD.transpose(0, 1),
+        last_TD=last_LD,
+        num_aux_rows=rows.num_aux,
+        has_last_T=has_last_T,
+    )
+
+
+def read_tokens(fd: int, header: ShardHeader, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``input_ids_T`` int32 and ``loss_mask_T`` uint8 of a sample of an open shard, checked.
+
+    Raises:
+        StoreError: A block is damaged.
+    """
+    names = [block_name(index, kind) for kind in ("input_ids", "loss_mask")]
+    input_ids_T, loss_mask_T = (
+        _shaped(read_encoded(fd, header, index, name.split(".")[1]), header.blocks[name]) for name in names
+    )
+    return input_ids_T, loss_mask_T
+
+
+def _read_states(fd: int, header: ShardHeader, index: int, kind: str, codec: Codec) -> torch.Tensor:
+    """Stored rows of one kind as [N, R, D]; ``last`` is one stream."""
+    facts, block = header.facts, header.blocks[block_name(index, kind)]
+    num_aux, num_rows = len(facts.boundaries), header.rows[index][kind == "last"]
+    data = read_encoded(fd, header, index, kind)
+    if isinstance(codec, RawCodec):
+        states = _shaped(data, block)
+        if kind == "last":
+            return states[None]
+        return states.transpose(0, 1) if facts.version == "1" else states
+    out_NRD = torch.empty((1 if kind == "last" else num_aux, num_rows, facts.hidden_size), dtype=torch.bfloat16)
+    try:
+        decode_block(codec, data, out_NRD, num_aux if kind == "last" else 0)
+    except ValueError as error:
+        where = f"{facts.shard}: sample {header.samples[index].sample_id}: {kind}"
+        raise damaged(where, f"its bytes are no {facts.codec} block: {error}") from None
+    return out_NRD
+
+
+def read_encoded(fd: int, header: ShardHeader, index: int, kind: str) -> torch.Tensor:
+    """A block of one sample as it is stored, uint8, checked against its checksum.
 
     Raises:
         StoreError: The file ends early or the bytes differ from what was written.
     """
-    block, sample = header.blocks[block_name(index, kind)], header.samples[index]
-    where = f"{header.facts.shard}: sample {sample.sample_id}: {kind}"
+    where = f"{header.facts.shard}: sample {header.samples[index].sample_id}: {kind}"
+    return _read_checked(fd, header, header.blocks[block_name(index, kind)], where)
+
+
+def _read_checked(fd: int, header: ShardHeader, block: Block, where: str) -> torch.Tensor:
     data = _pread(fd, block.end - block.begin, header.data_start + block.begin, where)
     found, expected = checksum(data.numpy().data), header.checksums[block.name]
     if found != expected:
         raise damaged(where, f"checksum {found}, expected {expected}")
+    return data
+
+
+def _shaped(data: torch.Tensor, block: Block) -> torch.Tensor:
     return data.view(DTYPES[block.dtype]).view(block.shape)
 
 

@@ -17,8 +17,18 @@ import torch
 from eyas import fs
 from eyas.contracts import ShardEntry, ShardManifest, TokenSample
 from eyas.errors import StoreError
-from eyas.shards.format import ShardHeader
-from eyas.shards.reader import check_account, check_identity, open_entry, open_shard, read_block, read_header
+from eyas.shards.format import KINDS, ShardHeader
+from eyas.shards.reader import (
+    check_account,
+    check_identity,
+    open_entry,
+    open_shard,
+    read_encoded,
+    read_header,
+    read_sample,
+    read_tokens,
+    shard_codec,
+)
 from eyas.shards.writer import stored_sample
 
 
@@ -50,9 +60,9 @@ def verify_file(path: Path, entry: ShardEntry, identity: str) -> list[Finding]:
         findings.append(_of_file(entry, f"md5 {md5}, expected {entry.md5}"))
     with open_shard(path, entry.path) as fd:
         for index, sample in enumerate(header.samples):
-            for kind in ("input_ids", "aux", "last", "loss_mask"):
+            for kind in KINDS:
                 try:
-                    read_block(fd.number, header, index, kind)
+                    read_encoded(fd.number, header, index, kind)
                 except StoreError as error:
                     findings.append(Finding(shard=entry.path, sample_id=sample.sample_id, problem=error.message))
     return findings
@@ -122,15 +132,16 @@ def _samples(
 
 
 def _values(fd: int, header: ShardHeader, index: int) -> Iterator[str]:
-    aux_TAD, last_TD = read_block(fd, header, index, "aux"), read_block(fd, header, index, "last")
-    streams = [(f"aux boundary {b}", aux_TAD[:, a]) for a, b in enumerate(header.facts.boundaries)]
-    for name, states_TD in (*streams, ("last", last_TD)):
+    stored = read_sample(fd, header, index, shard_codec(fd, header))
+    aux_UAD, last_LD = stored.aux_TAD[: stored.num_aux_rows], stored.last_TD[stored.has_last_T]
+    streams = [(f"aux boundary {b}", aux_UAD[:, a]) for a, b in enumerate(header.facts.boundaries)]
+    for name, states_TD in (*streams, ("last", last_LD)):
         bad = ~torch.isfinite(states_TD)
         if bad.any():
             row, channel = bad.nonzero()[0].tolist()
             value = float(states_TD[row, channel])
             yield f"{name}: {value} at token {row}, channel {channel} ({int(bad.sum()):,} values not finite)"
-        if not states_TD.any():
+        if len(states_TD) and not states_TD.any():
             yield f"{name}: all {states_TD.shape[0]:,} rows are zero"
 
 
@@ -143,8 +154,8 @@ def _against_tokens(fd: int, header: ShardHeader, index: int, tokens: Mapping[st
     if stored_sample(sample) != stored:
         yield f"stored as {stored}, the token dataset says {stored_sample(sample)}"
     expected = {"input_ids": sample.input_ids, "loss_mask": sample.loss_mask}
-    for kind, values in expected.items():
-        found = read_block(fd, header, index, kind).tolist()
+    for (kind, values), stored_T in zip(expected.items(), read_tokens(fd, header, index), strict=True):
+        found = stored_T.tolist()
         differing = [t for t, (a, b) in enumerate(zip(found, values, strict=False)) if a != b]
         if differing:
             t = differing[0]

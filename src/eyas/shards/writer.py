@@ -1,7 +1,7 @@
 """Writing one shard: samples arrive in any order, bytes come out in the order of the plan.
 
-Held in memory: the states of the one shard in the making. Checksums and md5 are taken from the very
-buffers that are written; the file appears whole under its name or not at all.
+Held in memory: the encoded blocks of the one shard in the making. Checksums and md5 are taken from the
+very buffers that are written; the file appears whole under its name or not at all.
 
 Letters: T tokens, A aux streams, D target hidden size.
 """
@@ -9,16 +9,34 @@ Letters: T tokens, A aux streams, D target hidden size.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
 
 from eyas import fs
 from eyas.contracts import CaptureIdentity, FailedSample, PlannedShard, ShardEntry, StoredSample, TokenSample
 from eyas.errors import CaptureError, StoreError
-from eyas.shards.format import block_name, checksum, lay_out, pack_header, shard_facts, tensor_bytes
+from eyas.rows import stored_rows
+from eyas.shards.codecs import tensor_bytes
+from eyas.shards.encode import EncodedSample, Encoder
+from eyas.shards.format import (
+    CALIBRATION,
+    STATE_KINDS,
+    Rows,
+    ShardContent,
+    ShardFacts,
+    block_name,
+    lay_out,
+    pack_header,
+    shard_facts,
+)
+
+Blocks = Mapping[str, Sequence[memoryview]]
+"""Pieces of every block by tensor name, in stored order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +56,22 @@ class ShardAssembly:
         capture: Identity of the capture.
         hidden_size: D.
         tokens: The token dataset by sample id; must hold every planned sample.
+        encoder: Encodes samples as they arrive.
+        calibration_ND: Channel scales that a lossy codec stores with every shard.
     """
 
     def __init__(
-        self, planned: PlannedShard, capture: CaptureIdentity, hidden_size: int, tokens: Mapping[str, TokenSample]
+        self,
+        planned: PlannedShard,
+        capture: CaptureIdentity,
+        hidden_size: int,
+        tokens: Mapping[str, TokenSample],
+        encoder: Encoder,
+        calibration_ND: torch.Tensor | None = None,
     ) -> None:
         self._planned, self._capture, self._hidden_size = planned, capture, hidden_size
-        self._tokens = tokens
-        self._states: dict[str, dict[str, torch.Tensor]] = {}
+        self._tokens, self._encoder, self._calibration_ND = tokens, encoder, calibration_ND
+        self._encoded: dict[str, EncodedSample] = {}
         self._failed: dict[str, FailedSample] = {}
 
     @property
@@ -54,7 +80,7 @@ class ShardAssembly:
         return tuple(
             s.sample_id
             for s in self._planned.samples
-            if s.sample_id not in self._states and s.sample_id not in self._failed
+            if s.sample_id not in self._encoded and s.sample_id not in self._failed
         )
 
     @property
@@ -64,6 +90,8 @@ class ShardAssembly:
 
     def add(self, sample_id: str, input_ids_T: torch.Tensor, aux_TAD: torch.Tensor, last_TD: torch.Tensor) -> None:
         """Take one sample's states: ids int32, states bf16, one row per token.
+
+        Returns when there is room in memory; the states are encoded meanwhile and must not be changed.
 
         Raises:
             CaptureError: The sample is not awaited here, or its ids or shapes are not those of the plan.
@@ -87,8 +115,8 @@ class ShardAssembly:
                 raise CaptureError(f"sample {sample_id}: {kind} is {found}, expected {expected[kind]}")
         if input_ids_T.tolist() != list(sample.input_ids):
             raise CaptureError(f"sample {sample_id}: the engine ran other tokens than the dataset holds")
-        loss_mask_T = torch.tensor(sample.loss_mask, dtype=torch.uint8)
-        self._states[sample_id] = {kind: _owned(t) for kind, t in (*given.items(), ("loss_mask", loss_mask_T))}
+        rows = stored_rows(sample.loss_mask, self._capture.last_rows)
+        self._encoded[sample_id] = self._encoder.encode(aux_TAD, last_TD, rows)
 
     def fail(self, sample_id: str, reason: str) -> None:
         """List an awaited sample as failed; it will not be stored."""
@@ -97,41 +125,88 @@ class ShardAssembly:
         self._failed[sample_id] = FailedSample(sample_id=sample_id, num_tokens=num_tokens, reason=reason)
 
     def write(self, folder: Path) -> FinishedShard:
-        """Write the shard below ``folder`` and give back the states' memory.
+        """Write the shard below ``folder`` and give back the blocks' memory.
 
         Raises:
             DiskError: The volume is full; nothing appears under the shard's name.
         """
         assert not self.missing, self.missing
-        samples = [
-            stored_sample(self._tokens[s.sample_id]) for s in self._planned.samples if s.sample_id in self._states
-        ]
-        entry = self._write_file(folder, samples) if samples else None
-        self._states.clear()
+        samples = [self._tokens[s.sample_id] for s in self._planned.samples if s.sample_id in self._encoded]
+        entry = None
+        if samples:
+            facts = shard_facts(self._capture, self._planned.path, self._hidden_size)
+            rows = [self._encoded[sample.sample_id].rows.counts for sample in samples]
+            entry = write_shard(folder, facts, [stored_sample(s) for s in samples], rows, self._blocks(samples))
+        self._encoded.clear()
         return FinishedShard(path=self._planned.path, entry=entry, failed=self.failed)
 
-    def _write_file(self, folder: Path, samples: list[StoredSample]) -> ShardEntry:
-        buffers = {
-            block_name(i, kind): tensor_bytes(tensor)
-            for i, sample in enumerate(samples)
-            for kind, tensor in self._states[sample.sample_id].items()
-        }
-        facts = shard_facts(self._capture, self._planned.path, self._hidden_size)
-        header = pack_header(facts, samples, {name: checksum(data) for name, data in buffers.items()})
-        order = lay_out([s.num_tokens for s in samples], len(facts.boundaries), self._hidden_size)
-        md5, size_bytes = hashlib.md5(usedforsecurity=False), 0
-        with fs.atomic_writer(folder / self._planned.path) as handle:
-            for data in (header, *(buffers[block.name] for block in order)):
-                handle.write(data)
-                md5.update(data)
-                size_bytes += len(data)
-        return ShardEntry(
-            path=self._planned.path,
-            size_bytes=size_bytes,
-            md5=md5.hexdigest(),
-            num_samples=len(samples),
-            num_tokens=sum(sample.num_tokens for sample in samples),
-        )
+    def _blocks(self, samples: Sequence[TokenSample]) -> Blocks:
+        blocks: dict[str, Sequence[memoryview]] = {}
+        if self._calibration_ND is not None:
+            blocks[CALIBRATION] = [tensor_bytes(self._calibration_ND)]
+        for i, sample in enumerate(samples):
+            blocks |= {block_name(i, kind): pieces for kind, pieces in token_blocks(sample).items()}
+            blocks |= {block_name(i, kind): self._encoded[sample.sample_id].block(kind) for kind in STATE_KINDS}
+        return blocks
+
+
+def token_blocks(sample: TokenSample) -> dict[str, list[memoryview]]:
+    """Blocks of a sample's ids and mask, by kind."""
+    return {
+        "input_ids": [tensor_bytes(torch.tensor(sample.input_ids, dtype=torch.int32))],
+        "loss_mask": [tensor_bytes(torch.tensor(sample.loss_mask, dtype=torch.uint8))],
+    }
+
+
+def write_shard(
+    folder: Path, facts: ShardFacts, samples: Sequence[StoredSample], rows: Sequence[Rows], blocks: Blocks
+) -> ShardEntry:
+    """Write a shard from blocks that are encoded already.
+
+    Args:
+        folder: States folder; ``facts.shard`` is the path below it.
+        facts: Of the shard.
+        samples: In stored order.
+        rows: Stored rows of each sample.
+        blocks: Every block of the layout.
+
+    Raises:
+        DiskError: The volume is full; nothing appears under the shard's name.
+    """
+    sizes = {name: sum(piece.nbytes for piece in pieces) for name, pieces in blocks.items()}
+    content = ShardContent(samples=tuple(samples), rows=tuple(rows), encoded_bytes=sizes)
+    order = lay_out(facts, content)
+    wrong = [block.name for block in order if sizes[block.name] != block.end - block.begin]
+    assert not wrong, wrong
+    header = pack_header(facts, content, {name: _checksum(pieces) for name, pieces in blocks.items()})
+    buffers = [memoryview(header), *(piece for block in order for piece in blocks[block.name])]
+    # md5 and the disk take turns for no reason: both let go of the interpreter, so they run side by side.
+    with ThreadPoolExecutor(1, "shard-md5") as hasher, fs.atomic_writer(folder / facts.shard) as handle:
+        md5 = hasher.submit(_md5, buffers)
+        for buffer in buffers:
+            handle.write(buffer)
+        digest = md5.result()
+    return ShardEntry(
+        path=facts.shard,
+        size_bytes=sum(buffer.nbytes for buffer in buffers),
+        md5=digest,
+        num_samples=len(samples),
+        num_tokens=sum(sample.num_tokens for sample in samples),
+    )
+
+
+def _checksum(pieces: Sequence[memoryview]) -> str:
+    hasher = xxhash.xxh3_64()
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.hexdigest()
+
+
+def _md5(buffers: Sequence[memoryview]) -> str:
+    md5 = hashlib.md5(usedforsecurity=False)
+    for buffer in buffers:
+        md5.update(buffer)
+    return md5.hexdigest()
 
 
 def stored_sample(sample: TokenSample) -> StoredSample:
@@ -144,12 +219,6 @@ def stored_sample(sample: TokenSample) -> StoredSample:
         split=sample.split,
         variant=sample.variant,
     )
-
-
-def _owned(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, and not a view that keeps a whole padded batch in memory."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def check_tokens(planned: PlannedShard, tokens: Mapping[str, TokenSample]) -> None:

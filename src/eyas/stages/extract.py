@@ -60,13 +60,14 @@ def _settle(root: Path, out: Path, manifest_path: Path) -> None:
 
 def _check_plan(params: Params, target: TargetIdentity, plan: CapturePlan, tokens: Path) -> None:
     """The plan must be the one that these parameters, this target and these tokens give, to the last figure."""
-    capture = capture_identity(params.extract, target, params.target, read_index(tokens).tokens_sha256)
+    index = read_index(tokens)
+    capture = capture_identity(params.extract, target, params.target, index.tokens_sha256)
     if plan.identity != capture.digest:
         raise PlanError(
             f"the plan's capture identity is {plan.identity}, parameters, target and tokens give {capture.digest}",
             REPLAN,
         )
-    if plan != build_plan(read_lengths(tokens), capture, target.hidden_size):
+    if plan != build_plan(read_lengths(tokens), capture, target.hidden_size, index.trained_rows):
         raise PlanError("the plan's samples, shards or counts are not those of its own identity", REPLAN)
 
 

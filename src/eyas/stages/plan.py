@@ -24,10 +24,10 @@ def main(argv: Sequence[str]) -> None:
     params = config.load()
     identity = fs.read_record(TargetIdentity, target_path)
     with common.stage_run("plan", [target_path, tokens], [plan_path]) as run:
-        lengths = read_lengths(tokens)
+        lengths, index = read_lengths(tokens), read_index(tokens)
         check_context(lengths, identity.max_position_embeddings)
-        capture = capture_identity(params.extract, identity, params.target, read_index(tokens).tokens_sha256)
-        plan = build_plan(lengths, capture, identity.hidden_size)
+        capture = capture_identity(params.extract, identity, params.target, index.tokens_sha256)
+        plan = build_plan(lengths, capture, identity.hidden_size, index.trained_rows)
         fs.write_record(plan_path, plan)
         run.facts = {"identity": plan.identity, "payload_bytes": plan.payload_bytes}
     console.emit(plan_table(plan))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Sequence
 
 from eyas import config, console, fs
 from eyas.contracts import TargetIdentity
 from eyas.conversations.table import read_conversations
-from eyas.errors import ConfigError
 from eyas.stages import common
 from eyas.target.load import load_tokenizer
 from eyas.target.locate import ensure
@@ -59,10 +57,7 @@ def main(argv: Sequence[str]) -> None:
 
 def num_workers() -> int:
     """Worker processes from ``EYAS_WORKERS``; the usable cores, at most 8, when it is not set."""
-    text = os.environ.get("EYAS_WORKERS") or str(min(len(os.sched_getaffinity(0)), 8))
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"EYAS_WORKERS: {text!r}, expected a number from 1", "unset EYAS_WORKERS")
-    return int(text)
+    return config.knob("EYAS_WORKERS", min(config.cores(), 8))
 
 
 if __name__ == "__main__":

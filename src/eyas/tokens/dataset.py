@@ -30,6 +30,7 @@ from eyas import fs
 from eyas.canonical import canonical_json
 from eyas.contracts import SCHEMA_VERSION, TokenSample
 from eyas.errors import DataError
+from eyas.rows import stored_rows
 
 TOKENS_NAME = "tokens.parquet"
 REJECTS_NAME = "rejects.jsonl"
@@ -70,7 +71,15 @@ class TokenIndex:
     num_samples: int
     num_tokens: int
     tokens_sha256: str
+    num_trained_aux_rows: int
+    num_trained_last_rows: int
+    """Rows that a training can read (``eyas.rows``): of each aux stream, of ``last``."""
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def trained_rows(self) -> tuple[int, int]:
+        """(rows of each aux stream, rows of last) that a training can read."""
+        return self.num_trained_aux_rows, self.num_trained_last_rows
 
 
 def sample_id_of(input_ids_T: np.ndarray, loss_mask_T: np.ndarray) -> str:
@@ -110,7 +119,7 @@ def write_tokens(folder: Path, samples: Iterable[TokenSample], rejects: Sequence
         DataError: No sample, two samples of one id, or a sample whose id is not its content's.
     """
     row_digests: dict[str, bytes] = {}
-    num_tokens = 0
+    num_tokens = num_aux_rows = num_last_rows = 0
     with fs.atomic_dir(folder) as part:
         # Statistics and the embedded Arrow schema would add nothing but version-dependent bytes.
         with pq.ParquetWriter(
@@ -128,13 +137,21 @@ def write_tokens(folder: Path, samples: Iterable[TokenSample], rejects: Sequence
                         raise DataError(f"sample {sample.sample_id} comes twice", "drop duplicates before writing")
                     row_digests[sample.sample_id] = _row_digest(sample)
                     num_tokens += len(sample.input_ids)
+                    aux_rows, last_rows = stored_rows(sample.loss_mask, "trained").counts
+                    num_aux_rows, num_last_rows = num_aux_rows + aux_rows, num_last_rows + last_rows
                 writer.write_table(_table(group))
         if not row_digests:
             raise DataError(f"no sample to write to {folder}", "look at the rejects of the stage before")
         tokens_sha256 = _combine(row_digests.values())
         lines = [canonical_json(reject) + "\n" for reject in rejects]
         fs.write_text(part / REJECTS_NAME, "".join(lines))
-        index = TokenIndex(num_samples=len(row_digests), num_tokens=num_tokens, tokens_sha256=tokens_sha256)
+        index = TokenIndex(
+            num_samples=len(row_digests),
+            num_tokens=num_tokens,
+            tokens_sha256=tokens_sha256,
+            num_trained_aux_rows=num_aux_rows,
+            num_trained_last_rows=num_last_rows,
+        )
         fs.write_record(part / INDEX_NAME, index)
     return tokens_sha256
 

@@ -37,8 +37,8 @@ class MemoryReader:
             raise StoreError(f"sample {sample_id} is damaged")
         sample = self.samples[int(sample_id, 16)]
         T = sample.num_tokens
-        empty = torch.zeros(T, 1)
-        return StoredStates(sample, torch.zeros(T, dtype=torch.int32), torch.ones(T, dtype=torch.uint8), empty, empty)
+        empty, ids_T, mask_T = torch.zeros(T, 1), torch.zeros(T, dtype=torch.int32), torch.ones(T, dtype=torch.uint8)
+        return StoredStates(sample, ids_T, mask_T, empty, empty, T, mask_T.bool())
 
 
 def take(loader, count):

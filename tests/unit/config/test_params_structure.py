@@ -52,8 +52,9 @@ def test_value_of_another_kind_is_named(where: tuple[str, str], junk: Any) -> No
         fits = isinstance(junk, list) and (junk == [] or (section, key) in {("extract", "boundaries"), *FLOAT_LISTS})
     else:
         fits = type(junk) is type(old) and not (isinstance(junk, str) and "${" in junk)
-    if isinstance(junk, int | float) and abs(junk) >= 2**63:
-        fits = fits and isinstance(junk, float)
+    for number in junk if isinstance(junk, list) else [junk]:
+        if type(number) is int and abs(number) >= 2**63:
+            fits = False
     if fits:
         if junk != "???":
             check_structure(content, "params.yaml")

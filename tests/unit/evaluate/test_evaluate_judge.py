@@ -28,6 +28,8 @@ from eyas.errors import EvaluateError
 from eyas.evaluate.judge import judge, read_prompts
 from eyas.evaluate.report import held_out
 from eyas.plan.build import build_plan
+from eyas.shards.codecs import make_codec
+from eyas.shards.encode import Encoder
 from eyas.shards.reader import ShardReader
 from eyas.shards.writer import ShardAssembly
 from eyas.target.load import TargetEnds
@@ -86,8 +88,9 @@ def reader(model, tmp_path_factory) -> ShardReader:
     folder = tmp_path_factory.mktemp("states")
     plan = build_plan([(s.sample_id, len(s.input_ids)) for s in tokens.values()], capture, D)
     entries = []
+    encoder = Encoder(make_codec(capture.codec))
     for planned in plan.shards:
-        assembly = ShardAssembly(planned, capture, D, tokens)
+        assembly = ShardAssembly(planned, capture, D, tokens, encoder)
         for place in planned.samples:
             sample = tokens[place.sample_id]
             ids_BT = torch.tensor([sample.input_ids])

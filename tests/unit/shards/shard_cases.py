@@ -11,6 +11,8 @@ import torch
 
 from eyas.contracts import CaptureIdentity, CapturePlan, EngineFacts, ShardEntry, ShardManifest, TokenSample
 from eyas.plan.build import build_plan
+from eyas.shards.codecs import make_codec
+from eyas.shards.encode import Encoder
 from eyas.shards.writer import ShardAssembly
 from eyas.tokens.dataset import make_sample
 
@@ -74,15 +76,16 @@ def ids_of(sample: TokenSample) -> torch.Tensor:
 def store(folder: Path, plan: CapturePlan, tokens: dict[str, TokenSample], states: States, seed: int = 0):
     """Write a whole plan, samples arriving in a random order; gives the manifest."""
     entries: list[ShardEntry] = []
-    for planned in plan.shards:
-        assembly = ShardAssembly(planned, plan.capture, plan.hidden_size, tokens)
-        arriving = [sample.sample_id for sample in planned.samples]
-        random.Random(seed).shuffle(arriving)
-        for sample_id in arriving:
-            assembly.add(sample_id, ids_of(tokens[sample_id]), *states[sample_id])
-        entry = assembly.write(folder).entry
-        assert entry is not None
-        entries.append(entry)
+    with Encoder(make_codec(plan.capture.codec)) as encoder:
+        for planned in plan.shards:
+            assembly = ShardAssembly(planned, plan.capture, plan.hidden_size, tokens, encoder)
+            arriving = [sample.sample_id for sample in planned.samples]
+            random.Random(seed).shuffle(arriving)
+            for sample_id in arriving:
+                assembly.add(sample_id, ids_of(tokens[sample_id]), *states[sample_id])
+            entry = assembly.write(folder).entry
+            assert entry is not None
+            entries.append(entry)
     return make_manifest(plan, entries)
 
 

@@ -1,6 +1,7 @@
 """The extraction loop: what it publishes, what it refuses, how it fails."""
 
 import dataclasses
+import gc
 import json
 import os
 import random
@@ -14,7 +15,8 @@ from extract_cases import HIDDEN_SIZE, Case, EditedEngine, fake_engine, in_child
 from eyas import fs
 from eyas.contracts import ShardManifest
 from eyas.errors import CaptureError, DiskError, EyasError, StoreError
-from eyas.shards import writer
+from eyas.shards import encode, writer
+from eyas.shards.codecs import RawCodec
 from eyas.shards.reader import ShardReader
 from eyas.shards.spool import Spool
 from eyas.shards.verify import verify
@@ -361,24 +363,49 @@ def test_a_second_extraction_is_told_who_holds_the_lock(case, unbroken):
 def test_states_in_memory_stay_within_two_shards_on_a_slow_disk(tmp_path, monkeypatch):
     """Case 39: backpressure; the engine waits for the disk, memory does not grow with the run."""
     case = Case(tmp_path, num_samples=120)
-    alive, peak_bytes = weakref.WeakSet(), [0]
-    write = writer.ShardAssembly._write_file
+    assemblies, most = weakref.WeakSet(), [0]
+    write, start = writer.write_shard, writer.ShardAssembly.__init__
 
-    def slow(self, *args):
+    def slow(*args):
         time.sleep(0.02)
-        return write(self, *args)
+        return write(*args)
+
+    def watched(self, *args):
+        start(self, *args)
+        assemblies.add(self)
+        gc.collect()
+        most[0] = max(most[0], len(assemblies))
+
+    monkeypatch.setattr(writer, "write_shard", slow)
+    monkeypatch.setattr(writer.ShardAssembly, "__init__", watched)
+    case.extract()
+    assert most[0] == 2
+    assert len(case.plan.shards) > 10
+
+
+def test_an_engine_ahead_of_the_encoder_waits(tmp_path, monkeypatch):
+    """Case 39: states that nobody encoded yet are bounded in bytes, whatever the size of a shard."""
+    case = Case(tmp_path, num_samples=120, shard_bytes=1 << 30)
+    alive, peak_bytes = weakref.WeakSet(), [0]
+    code = RawCodec.encode
+
+    def slow(self, rows_RD, stream):
+        time.sleep(0.002)
+        return code(self, rows_RD, stream)
 
     def watched(answers):
         for captured in answers:
-            alive.add(captured.aux_TAD)
-            peak_bytes[0] = max(peak_bytes[0], sum(t.nbytes for t in alive))
+            alive.add(captured.aux_TAD.untyped_storage())
+            peak_bytes[0] = max(peak_bytes[0], sum(storage.nbytes() for storage in alive))
             yield captured
 
-    monkeypatch.setattr(writer.ShardAssembly, "_write_file", slow)
+    limit = case.plan.payload_bytes // 10
+    monkeypatch.setattr(encode, "WAITING_BYTES", limit)
+    monkeypatch.setattr(RawCodec, "encode", slow)
     case.extract(EditedEngine(watched))
-    largest = max(shard.payload_bytes for shard in case.plan.shards)
-    assert 0 < peak_bytes[0] <= 2 * largest
-    assert case.plan.payload_bytes > 10 * largest
+    assert len(case.plan.shards) == 1
+    batch_bytes = case.plan.capture.batch_tokens * 4 * HIDDEN_SIZE * 2
+    assert 0 < peak_bytes[0] <= limit + 2 * batch_bytes < case.plan.payload_bytes / 2
 
 
 def test_the_manifest_is_canonical_and_holds_no_path_of_this_machine(case):

@@ -52,6 +52,8 @@ class MemoryReader:
                 loss_mask_T=mask,
                 aux_TAD=(torch.randn(T, A, D, generator=generator) * torch.tensor([1.0, 3.0, 9.0])[:, None]).bfloat16(),
                 last_TD=torch.randn(T, D, generator=generator).bfloat16() * 3,
+                num_aux_rows=T,
+                has_last_T=torch.ones(T, dtype=torch.bool),
             )
 
     @property

@@ -1,0 +1,156 @@
+"""Codecs: how rows of hidden states become bytes and come back.
+
+States are coded as [N, R, D]: N streams one after another, R rows each. A stream is cut into pieces of
+whole rows, about ``PIECE_BYTES`` each; a piece is coded alone, so pieces run on all cores, a long sample
+needs no second buffer of its size, and a block is nothing but its pieces one after another.
+
+Letters: N streams, R rows, D target hidden size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from eyas.errors import StoreError
+
+PIECE_BYTES = 1 << 20
+CODECS = ("raw", "blosc2", "int8")
+ITEM_BYTES = 2
+BLOSC2_HEADER_BYTES = 32
+BLOSC2_SIZE_AT = 12
+"""Where a blosc2 chunk says its own length, a little-endian int32."""
+
+
+class Codec(Protocol):
+    """Codes the rows of one stream. Streams count the aux boundaries from 0, then ``last``."""
+
+    name: str
+
+    def encode(self, rows_RD: torch.Tensor, stream: int) -> memoryview:
+        """Bytes of contiguous bf16 rows, in memory of their own."""
+        ...
+
+    def decode(self, data: memoryview, rows_RD: torch.Tensor, stream: int) -> int:
+        """Fill contiguous bf16 rows from the beginning of ``data``; gives the number of bytes taken.
+
+        Raises:
+            ValueError: The bytes are no such piece.
+        """
+        ...
+
+
+def make_codec(name: str, calibration_ND: torch.Tensor | None = None) -> Codec:
+    """The codec of a capture.
+
+    Args:
+        name: ``raw``, ``blosc2`` or ``int8``.
+        calibration_ND: Channel scales of ``int8``, one row per stream.
+
+    Raises:
+        StoreError: The codec is unknown.
+    """
+    if name == "raw":
+        return RawCodec()
+    if name == "blosc2":
+        return Blosc2Codec()
+    raise StoreError(f"codec {name!r}, expected one of {', '.join(CODECS)}", "set extract.codec in params.yaml")
+
+
+def pieces(num_streams: int, num_rows: int, hidden_size: int) -> Iterator[tuple[int, int, int]]:
+    """(stream, first row, row after the last) of every piece in stored order."""
+    rows_per_piece = max(1, PIECE_BYTES // (ITEM_BYTES * hidden_size))
+    for stream in range(num_streams):
+        for first in range(0, num_rows, rows_per_piece):
+            yield stream, first, min(first + rows_per_piece, num_rows)
+
+
+def decode_block(codec: Codec, data: torch.Tensor, out_NRD: torch.Tensor, first_stream: int) -> None:
+    """Fill ``out_NRD`` from a whole block.
+
+    Args:
+        codec: Of the shard.
+        data: The block, uint8.
+        out_NRD: bf16, each stream's rows contiguous.
+        first_stream: Which stream ``out_NRD[0]`` is.
+
+    Raises:
+        ValueError: The block is too short, too long or no block of this codec.
+    """
+    rest, done = tensor_bytes(data), 0
+    for stream, first, last in pieces(*out_NRD.shape):
+        done += codec.decode(rest[done:], out_NRD[stream, first:last], first_stream + stream)
+    if done != len(rest):
+        raise ValueError(f"{len(rest):,} bytes, its pieces take {done:,}")
+
+
+class RawCodec:
+    """bf16 as it lies in memory: the reference that every other codec is compared with."""
+
+    name = "raw"
+
+    def encode(self, rows_RD: torch.Tensor, stream: int) -> memoryview:
+        """The rows' bytes; copied when they are a view of something larger."""
+        is_whole = rows_RD.untyped_storage().nbytes() == rows_RD.nbytes
+        return tensor_bytes(rows_RD if is_whole else rows_RD.clone())
+
+    def decode(self, data: memoryview, rows_RD: torch.Tensor, stream: int) -> int:
+        """Copy the rows out."""
+        num_bytes = rows_RD.nbytes
+        tensor_bytes(rows_RD)[:] = data[:num_bytes]
+        return num_bytes
+
+
+class Blosc2Codec:
+    """Lossless: the two bytes of each value apart (shuffle), each half through zstd level 1.
+
+    A piece is one blosc2 chunk of one block, so any blosc2 reads it. Higher levels gain nothing: sign and
+    mantissa are noise, the exponents' entropy is reached by level 1.
+    """
+
+    name = "blosc2"
+
+    def encode(self, rows_RD: torch.Tensor, stream: int) -> memoryview:
+        """One chunk; at most 32 bytes longer than the rows."""
+        data = tensor_bytes(rows_RD)
+        blosc2, settings = _blosc2()
+        return memoryview(blosc2.compress2(data, blocksize=max(len(data), 1), **settings))
+
+    def decode(self, data: memoryview, rows_RD: torch.Tensor, stream: int) -> int:
+        """Decompress straight into the rows."""
+        if len(data) < BLOSC2_HEADER_BYTES:
+            raise ValueError(f"{len(data)} bytes are no blosc2 chunk")
+        size = int.from_bytes(data[BLOSC2_SIZE_AT : BLOSC2_SIZE_AT + 4], "little")
+        num_bytes = int.from_bytes(data[4:8], "little")
+        if size > len(data) or num_bytes != rows_RD.nbytes:
+            raise ValueError(f"a chunk of {size:,} bytes for {num_bytes:,}, expected {rows_RD.nbytes:,}")
+        blosc2, _ = _blosc2()
+        try:
+            blosc2.decompress2(data[:size], dst=rows_RD.view(torch.int16).numpy(), nthreads=1)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"blosc2: {error}") from None
+        return size
+
+
+@functools.cache
+def _blosc2() -> tuple[Any, dict[str, Any]]:
+    import blosc2
+
+    blosc2.set_releasegil(True)  # pieces run in threads of ours, each chunk in one of them
+    return blosc2, {
+        "codec": blosc2.Codec.ZSTD,
+        "clevel": 1,
+        "filters": [blosc2.Filter.SHUFFLE],
+        "filters_meta": [0],
+        "splitmode": blosc2.SplitMode.ALWAYS_SPLIT,
+        "typesize": ITEM_BYTES,
+        "nthreads": 1,
+    }
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """A contiguous CPU tensor's bytes as they lie in memory, without a copy."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
