@@ -95,13 +95,18 @@ class DvcRepository:
     def hashes(self):
         return (*fs.tree_digests(self.root / STATES), fs.file_digest(self.root / MANIFEST, self.root))
 
-    def num_captures(self) -> int:
-        """How often the extract stage captured tokens, by its progress line in the run record: see ``marks``."""
-        return len(self.marks())
+    @property
+    def captured_tokens(self) -> int:
+        """Tokens that the last run of the stage put through the engine, by its run record."""
+        return fs.read_json(self.root / "reports/runs/extract.json")["num_tokens"]
 
-    def marks(self) -> list[str]:
-        log = self.root / "captures.log"
-        return log.read_text().splitlines() if log.exists() else []
+    def forget_runs(self) -> None:
+        """So that a run record is one of what happens from here on."""
+        (self.root / "reports/runs/extract.json").unlink(missing_ok=True)
+
+    @property
+    def stage_ran(self) -> bool:
+        return (self.root / "reports/runs/extract.json").exists()
 
     @property
     def spools(self) -> list[Path]:
