@@ -184,10 +184,10 @@ def link_tree(source: Path, folder: Path, paths: Iterable[str]) -> None:
         raise
 
 
-def size_or_none(path: Path) -> int | None:
+def size_or_none(path: str | Path) -> int | None:
     """Bytes of a file; None when there is none."""
     try:
-        return path.stat().st_size
+        return os.stat(path).st_size  # noqa: PTH116 - asked for 80,000 files, and a Path is dearer than the call
     except (FileNotFoundError, NotADirectoryError):
         return None
 

@@ -20,14 +20,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 from eyas import fs
 from eyas.contracts import CaptureIdentity, CapturePlan, EngineFacts, PlannedShard, ShardEntry, ShardManifest
 from eyas.errors import EyasError
 from eyas.ops.published import HOME, MANIFEST, OUTS, PLAN, STATES
-from eyas.plan.cache import SITE_CACHE, cache_object, hashes, locked_stage, read_yaml
+from eyas.plan.cache import SITE_CACHE, hashes, locked_stage, object_finder, read_yaml
 from eyas.shards.handover import hand_over, settle
 from eyas.shards.spool import Spool
 
@@ -176,7 +175,7 @@ def _write_plan(root: Path, manifest: ShardManifest) -> None:
     plan = CapturePlan(
         identity=manifest.identity, capture=manifest.capture, hidden_size=1, num_streams=2,
         num_samples=manifest.num_planned_samples, num_tokens=manifest.num_planned_tokens,
-        payload_bytes=manifest.stored_bytes, token_bytes=0, shards=shards,
+        payload_bytes=manifest.stored_bytes, trained_payload_bytes=0, token_bytes=0, shards=shards,
     )  # fmt: skip
     fs.write_record(root / PLAN, plan)
 
@@ -196,7 +195,7 @@ def _read_bytes() -> int:
 
 def _settle(root: Path) -> None:
     locked = hashes(locked_stage(root, "extract"), "outs")
-    if not settle(root / HOME, locked, OUTS, partial(cache_object, root)):
+    if not settle(root / HOME, locked, OUTS, object_finder(root)):
         raise EyasError(f"DVC does not hold what was committed in {root}", "report it")
 
 

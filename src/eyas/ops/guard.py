@@ -17,7 +17,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from eyas import console, fs
@@ -25,7 +24,7 @@ from eyas.contracts import CapturePlan
 from eyas.errors import EyasError, StoreError
 from eyas.ops import published as store
 from eyas.ops.published import HOME, LOCK_NAME, MANIFEST, OUTS, PLAN, STATES, Planned, Published
-from eyas.plan.cache import cache_object, hashes, locked_stage, read_yaml
+from eyas.plan.cache import cache_object, hashes, locked_stage, object_finder, read_yaml
 from eyas.shards import handover
 
 EXTRACT = ("dvc", "repro", "extract")
@@ -65,6 +64,8 @@ def run(root: Path, command: Sequence[str], *, force: bool) -> int:
         return code
     with _lock(root):
         verdict = look(root, force=force)
+        if verdict.is_current:
+            _settle_spools(root)
     console.log(f"guard: {verdict.note}")
     if not command or (tuple(command) == EXTRACT and verdict.is_current):
         return 0
@@ -81,12 +82,16 @@ def settle(root: Path) -> list[str]:
         Identities of the spools that were removed.
     """
     with _lock(root):
-        locked = hashes(locked_stage(root, "extract"), "outs")
-        settled = handover.settle(root / HOME, locked, OUTS, partial(cache_object, root))
+        settled = _settle_spools(root)
         published = store.read_published(root / MANIFEST)
         if published is not None:
             store.remember(root, published)
     return settled
+
+
+def _settle_spools(root: Path) -> list[str]:
+    locked = hashes(locked_stage(root, "extract"), "outs")
+    return handover.settle(root / HOME, locked, OUTS, object_finder(root))
 
 
 def _lock(root: Path) -> AbstractContextManager[None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import configparser
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,15 @@ def cache_dir(root: Path) -> Path:
     return folder if folder.is_absolute() else root / ".dvc" / folder
 
 
+def object_finder(root: Path) -> Callable[[str], str]:
+    """Where DVC's cache keeps the file or folder of a hash; made once and asked 80,000 times."""
+    folder = f"{cache_dir(root)}/files/md5/"
+    return lambda md5: f"{folder}{md5[:2]}/{md5[2:]}"
+
+
 def cache_object(root: Path, md5: str) -> Path:
-    """Where DVC's cache keeps the file or folder of this hash."""
-    return cache_dir(root) / "files" / "md5" / md5[:2] / md5[2:]
+    """Where DVC's cache keeps one file or folder."""
+    return Path(object_finder(root)(md5))
 
 
 def site_cache_dir(root: Path) -> Path | None:

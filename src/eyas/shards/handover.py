@@ -118,7 +118,7 @@ def stored_files(manifest: Mapping[str, Any]) -> list[StoredFile]:
     return [StoredFile(entry["path"], entry["size_bytes"], entry["md5"]) for entry in manifest["shards"]]
 
 
-def settle(home: Path, locked: Mapping[str, str], outs: tuple[str, str], cached: Callable[[str], Path]) -> list[str]:
+def settle(home: Path, locked: Mapping[str, str], outs: tuple[str, str], cached: Callable[[str], str]) -> list[str]:
     """Remove the spools whose published set DVC holds: no byte is lost, each is in the cache under its hash.
 
     Args:
@@ -145,9 +145,7 @@ def settle(home: Path, locked: Mapping[str, str], outs: tuple[str, str], cached:
     return settled
 
 
-def _holds(
-    manifest_path: Path, locked: Mapping[str, str], outs: tuple[str, str], cached: Callable[[str], Path]
-) -> bool:
+def _holds(manifest_path: Path, locked: Mapping[str, str], outs: tuple[str, str], cached: Callable[[str], str]) -> bool:
     """Whether ``dvc.lock`` names exactly this manifest and its shards, and the cache has all of them."""
     try:
         data = manifest_path.read_bytes()
@@ -158,9 +156,9 @@ def _holds(
     if (locked.get(outs[0]), locked.get(outs[1])) != (dir_md5(files), manifest_md5):
         return False
     whole = [*files, StoredFile(outs[1], len(data), manifest_md5)]
-    return cached(locked[outs[0]]).is_file() and not not_cached(whole, cached)
+    return fs.size_or_none(cached(locked[outs[0]])) is not None and not not_cached(whole, cached)
 
 
-def not_cached(files: Iterable[StoredFile], cached: Callable[[str], Path]) -> list[StoredFile]:
+def not_cached(files: Iterable[StoredFile], cached: Callable[[str], str]) -> list[StoredFile]:
     """Files whose cache object is missing or of another size."""
     return [file for file in files if fs.size_or_none(cached(file.md5)) != file.size_bytes]

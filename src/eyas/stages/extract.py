@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from eyas import config, console, fs
@@ -14,7 +13,7 @@ from eyas.engines.loop import HOME, LOCK_NAME, ExtractLimits, ExtractResult, ext
 from eyas.engines.registry import make_engine
 from eyas.errors import PlanError
 from eyas.plan.build import build_plan
-from eyas.plan.cache import cache_object, cache_types, check_links, hashes, locked_stage
+from eyas.plan.cache import cache_types, check_links, hashes, locked_stage, object_finder
 from eyas.plan.identity import capture_identity
 from eyas.shards.handover import hand_over, settle
 from eyas.stages import common
@@ -54,7 +53,7 @@ def _settle(root: Path, out: Path, manifest_path: Path) -> None:
     with fs.volume_lock(HOME / LOCK_NAME, "extract"):
         locked = hashes(locked_stage(root, "extract"), "outs")
         outs = (out.as_posix(), manifest_path.as_posix())
-        for identity in settle(HOME, locked, outs, partial(cache_object, root)):
+        for identity in settle(HOME, locked, outs, object_finder(root)):
             console.log(f"extract: the spool of {identity[:16]} is removed: DVC holds every byte of it")
 
 

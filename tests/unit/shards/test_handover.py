@@ -18,7 +18,7 @@ from test_extract_crash import die_at, end
 from eyas import fs
 from eyas.contracts import ShardManifest
 from eyas.errors import StoreError
-from eyas.plan.cache import cache_object, hashes, locked_stage
+from eyas.plan.cache import cache_object, hashes, locked_stage, object_finder
 from eyas.shards import handover
 from eyas.shards.handover import StoredFile
 
@@ -50,7 +50,7 @@ def commit(case: Case) -> dict[str, str]:
 
 
 def settle(case: Case, locked: dict[str, str]) -> list[str]:
-    return handover.settle(case.home, locked, OUTS, partial(cache_object, case.root))
+    return handover.settle(case.home, locked, OUTS, object_finder(case.root))
 
 
 def test_published_states_are_links_to_the_spool(case):
