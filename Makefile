@@ -78,6 +78,7 @@ $(filter-out $(GUARDED),$(PIPELINE)):
 
 ##@ Look
 status: $(READY) ## Which stages are out of date, and why
+	$(STATE_HERE)
 	dvc status
 summary: $(READY) ## The last results in one table
 	@eyas summary

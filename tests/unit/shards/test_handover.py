@@ -247,7 +247,7 @@ def test_the_commit_reads_the_shards_only_without_the_handover(tmp_path, handed_
 
 
 def test_a_file_of_another_size_than_its_entry_is_not_registered(tmp_path, monkeypatch):
-    """Case 85 begins with a wrong hash handed over."""
+    """A wrong hash handed over would become the truth."""
     monkeypatch.setenv("DVC_SITE_CACHE_DIR", str(tmp_path / "site"))
     subprocess.run([sys.executable, "-m", "dvc", "init", "-q", "--no-scm"], cwd=tmp_path, check=True)
     for name in ("short", "right"):
