@@ -15,7 +15,7 @@ TORCH ?= torch==2.13.0
 TORCH_PIP_ARGS ?=
 # Anything but empty lets the guard go on although finished hidden states would be deleted.
 FORCE ?=
-# Arguments of pytest, for example `ARGS='-k walk'`.
+# Arguments of pytest or of verify, for example `ARGS='-k walk'`.
 ARGS ?=
 
 VENV := .venv
@@ -33,6 +33,7 @@ GUARD := eyas guard $(if $(FORCE),--force)
 SITE_CACHE := $(CURDIR)/.dvc/tmp/site
 STATE_HERE = @grep -qsF 'site_cache_dir = $(SITE_CACHE)' .dvc/config.local || \
 	dvc config -q --local core.site_cache_dir '$(SITE_CACHE)'
+option = $(if $(value $(2)),--$(1) '$($(2))')
 CHOICES := $(foreach group,TARGET DATA MACHINE DRAFTER,$(if $(value $(group)),$(group)=$(value $(group))))
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
@@ -40,7 +41,9 @@ export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup repro smoke params $(PIPELINE) status summary doctor verify reproduce check test test-slow lock clean
+.PHONY: help setup repro smoke params $(PIPELINE) status summary doctor verify repair reproduce check test test-slow lock clean
+
+.PHONY: export-states import-states
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-14s %s\n",$$1,$$2}' Makefile
@@ -84,8 +87,17 @@ summary: $(READY) ## The last results in one table
 	@eyas summary
 doctor: $(READY) ## What this machine has, lacks and what to do about it
 	@eyas doctor
-verify: $(READY) ## Read every artifact again and compare its hashes
-	@eyas verify
+verify: $(READY) ## Read every artifact again; ARGS='--share 0.1 --max-mb-per-s 200'
+	@eyas verify $(ARGS)
+repair: $(READY) ## Restore damaged shards, or capture their samples again
+	@eyas repair
+
+##@ Exchange
+export-states: $(READY) ## Hidden states for a peer: FORMAT=speculators_v1|speculators|specforge TO= (TRAINER=0.4.0)
+	@eyas export-states $(call option,format,FORMAT) $(call option,to,TO) $(call option,trainer-version,TRAINER)
+import-states: $(READY) ## A peer's hidden states: FORMAT= FROM= TO= (BOUNDARIES=2,15,27 FINAL_HIDDEN= MAX_FAILED=)
+	@eyas import-states $(call option,format,FORMAT) $(call option,from,FROM) $(call option,to,TO) \
+	  $(call option,boundaries,BOUNDARIES) $(call option,final-hidden,FINAL_HIDDEN) $(call option,max-failed,MAX_FAILED)
 
 ##@ Quality
 check: $(READY_DEV) ## Format, lint, types, layers, spelling, workflows; under a minute

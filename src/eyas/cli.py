@@ -35,14 +35,20 @@ def _parser() -> argparse.ArgumentParser:
         help="TARGET, DATA, MACHINE or DRAFTER, and a file below conf/GROUP; a group left out takes its default",
     )
     _add(commands, "doctor", _doctor, "what this machine has, lacks and what to do about it")
-    _add(commands, "verify", _verify, "read every artifact again and compare its hashes")
     guard = _add(commands, "guard", _guard, "look at the hidden states before a command of DVC's could wipe them")
     guard.add_argument("--force", action="store_true", help="go on although finished states would be deleted")
     guard.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="then run this, for example dvc repro train"
     )
     _add(commands, "settle", _settle, "remove what an extraction kept beside its published states, once DVC has them")
+    verify = _add(commands, "verify", _verify, "read every artifact again; states also against tokens and target")
+    verify.add_argument("--share", type=float, default=1.0, help="read this share of the shards (default: all)")
+    verify.add_argument("--max-mb-per-s", type=float, default=0.0, help="read no faster (default: no limit)")
+    _add(commands, "repair", _repair, "restore damaged shards from DVC's cache, or capture their samples again")
     _add(commands, "summary", _summary, "the last results in one table")
+    _add_exchange(commands)
+    bench = _add(commands, "bench", _bench, "measure the store on the extracted states; writes reports/bench/NAME.json")
+    bench.add_argument("name", choices=("store", "crash", "corruption"))
     smoke = _add(commands, "smoke", _smoke, "run the whole pipeline at small size in a scratch copy")
     smoke.add_argument("--folder", type=Path, default=Path(".eyas/smoke"), help="the copy (default: %(default)s)")
     reproduce = _add(commands, "reproduce", _reproduce, "run small twice from nothing and compare every hash")
@@ -50,6 +56,28 @@ def _parser() -> argparse.ArgumentParser:
         "--folder", type=Path, default=Path(".eyas/reproduce"), help="holds both copies (default: %(default)s)"
     )
     return parser
+
+
+def _add_exchange(commands: argparse._SubParsersAction) -> None:
+    layouts = "speculators_v1, speculators or specforge"
+    leave = _add(commands, "export-states", _export_states, "write the hidden states in another project's layout")
+    leave.add_argument("--format", required=True, help=layouts)
+    leave.add_argument("--to", type=Path, required=True, help="an empty folder, or an export that was interrupted")
+    leave.add_argument("--trainer-version", default="", help="of the project that will read it, for example 0.4.0")
+    enter = _add(commands, "import-states", _import_states, "bring another project's hidden states into a set of ours")
+    enter.add_argument("--format", required=True, help=layouts)
+    enter.add_argument("--from", dest="source", type=Path, required=True, help="the folder with the files")
+    enter.add_argument("--to", type=Path, required=True, help="tokens/, hidden_states/ and its manifest go here")
+    enter.add_argument("--boundaries", type=_boundaries, default=(), help="states entering these layers: 2,15,27")
+    enter.add_argument("--final-hidden", choices=("pre_norm", "post_norm"), help="where the files cannot tell")
+    enter.add_argument(
+        "--max-failed", type=int, default=0, help="bad files that may be left out (default: %(default)s)"
+    )
+
+
+def _boundaries(text: str) -> tuple[int, ...]:
+    """Numbers with commas between; argparse makes a usage error of a ValueError."""
+    return tuple(int(part) for part in text.split(","))
 
 
 def _add(commands: argparse._SubParsersAction, name: str, run: object, text: str) -> argparse.ArgumentParser:
@@ -87,14 +115,32 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from eyas.ops.verify import verify_all
+    from eyas.ops.verify import verified_text, verify_all
+    from eyas.ops.verify_states import make_extent
 
-    results = verify_all(Path())
+    verified = verify_all(Path(), make_extent(arguments.share, arguments.max_mb_per_s))
+    console.emit(canonical_json(verified) if arguments.json else verified_text(verified))
+    return 1 if verified.is_damaged else 0
+
+
+def _repair(arguments: argparse.Namespace) -> int:
+    from eyas.ops.repair import repair
+
+    done = repair(Path())
+    rows = [(r.shard, r.how, r.num_captured_samples, "as before" if r.is_same else r.md5) for r in done]
     if arguments.json:
-        console.emit(canonical_json(results))
+        console.emit(canonical_json(done))
     else:
-        console.emit(console.table([(r.artifact, r.state, r.note) for r in results]))
-    return 1 if any(result.state == "damaged" for result in results) else 0
+        console.emit(console.table(rows, ("shard", "", "samples captured", "md5")) if rows else "nothing to repair")
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from eyas.ops.bench import run, table
+
+    figures = run(Path(), arguments.name)
+    console.emit(canonical_json(figures) if arguments.json else table(arguments.name, figures))
+    return 0
 
 
 def _guard(arguments: argparse.Namespace) -> int:
@@ -118,6 +164,31 @@ def _summary(arguments: argparse.Namespace) -> int:
     from eyas.report.summary import summary_text, summary_values
 
     console.emit(canonical_json(summary_values(Path())) if arguments.json else summary_text(Path()))
+    return 0
+
+
+def _export_states(arguments: argparse.Namespace) -> int:
+    from eyas.ops.exchange import export_rows, export_states
+
+    result = export_states(Path(), arguments.format, arguments.to, arguments.trainer_version)
+    rows = export_rows(result)
+    console.emit(canonical_json(dict(rows)) if arguments.json else console.table(rows))
+    return 0
+
+
+def _import_states(arguments: argparse.Namespace) -> int:
+    from eyas.ops.exchange import ImportRequest, import_rows, import_states
+
+    request = ImportRequest(
+        layout=arguments.format,
+        source=arguments.source,
+        out=arguments.to,
+        boundaries=arguments.boundaries,
+        final_hidden=arguments.final_hidden,
+        max_failed=arguments.max_failed,
+    )
+    report = import_states(Path(), request)
+    console.emit(canonical_json(report) if arguments.json else console.table(import_rows(report)))
     return 0
 
 

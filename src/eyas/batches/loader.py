@@ -1,18 +1,20 @@
 """Reading batches ahead of the trainer.
 
-    shards → one reading thread (checksums, at most ``READ_AHEAD`` batches in memory) → batches in order
+    shards → reading threads (checksums and codec, document by document) → batches in order
 
-Memory is bounded by the batches in flight; the set of states is never held.
+Memory is bounded by the batches in flight, ``READ_AHEAD`` of them and the one in use, whatever the number of
+threads; the set of states is never held.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from eyas import config
 from eyas.batches.order import BatchOrder, Cursor
 
 if TYPE_CHECKING:
@@ -30,8 +32,12 @@ class Reader(Protocol):
         """Every stored sample."""
         ...
 
+    def shard_of(self, sample_id: str) -> str:
+        """Path of the shard that holds a sample; paths sort as the plan made them."""
+        ...
+
     def read(self, sample_id: str) -> StoredStates:
-        """States of one sample, checksum verified."""
+        """States of one sample, checksum verified; called from several threads at once."""
         ...
 
 
@@ -44,8 +50,15 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
-    error: BaseException
+class _Reading:
+    """A batch whose documents are being read."""
+
+    documents: tuple[Future[StoredStates], ...]
+    after: Cursor
+
+    def finished(self) -> Batch:
+        """Wait for every document; the first that failed, in the batch's order, raises its error."""
+        return Batch(tuple(document.result() for document in self.documents), self.after)
 
 
 def training_samples(reader: Reader) -> list[StoredSample]:
@@ -53,8 +66,17 @@ def training_samples(reader: Reader) -> list[StoredSample]:
     return [sample for sample in reader.samples if sample.split == "train"]
 
 
+def num_read_threads() -> int:
+    """Reading threads from ``EYAS_READ_THREADS``; the usable cores, at most 8, when it is not set.
+
+    Raises:
+        ConfigError: It is no number from 1.
+    """
+    return config.knob("EYAS_READ_THREADS", min(config.cores(), 8))
+
+
 class BatchLoader:
-    """Batches of the training split without end, read ahead in a thread.
+    """Batches of the training split without end, read ahead in threads.
 
     Args:
         reader: Thread-safe access to the states.
@@ -62,18 +84,19 @@ class BatchLoader:
         seed: Of the order.
         cursor: Where to start.
 
-    Use as a context manager: leaving it ends the thread.
+    Use as a context manager and iterate inside it: leaving it ends the threads, after the documents they are at.
+
+    Raises:
+        ConfigError: ``EYAS_READ_THREADS`` is no number from 1.
     """
 
     def __init__(self, reader: Reader, batch_tokens: int, seed: int, cursor: Cursor = Cursor()) -> None:  # noqa: B008 - frozen
         self._reader = reader
         self._samples = training_samples(reader)
         ids, lengths = [s.sample_id for s in self._samples], [s.num_tokens for s in self._samples]
-        self._order = BatchOrder(ids, lengths, batch_tokens, seed)
+        self._order = BatchOrder(ids, [reader.shard_of(i) for i in ids], lengths, batch_tokens, seed)
         self._cursor = cursor
-        self._ready: queue.Queue[Batch | _Failure] = queue.Queue(READ_AHEAD)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._read, name="eyas-read-ahead", daemon=True)
+        self._pool = ThreadPoolExecutor(num_read_threads(), thread_name_prefix="eyas-read-ahead")
 
     @property
     def num_samples(self) -> int:
@@ -85,37 +108,21 @@ class BatchLoader:
         return len(self._order.epoch(epoch))
 
     def __enter__(self) -> BatchLoader:
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        while self._thread.is_alive():  # a full queue holds the thread: empty it
-            while not self._ready.empty():
-                self._ready.get_nowait()
-            self._thread.join(0.05)
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def __iter__(self) -> Iterator[Batch]:
+        """Batches from the cursor on; an error of a document is raised at the batch it belongs to."""
+        plan = self._order(self._cursor)
+        reading = deque(self._start(*next(plan)) for _ in range(READ_AHEAD))
         while True:
-            item = self._ready.get()
-            if isinstance(item, _Failure):
-                raise item.error
-            yield item
+            batch = reading.popleft().finished()
+            reading.append(self._start(*next(plan)))  # read while the trainer works
+            yield batch
+            del batch  # or it would stay in memory while the next one is awaited
 
-    def _read(self) -> None:
-        try:
-            for after, indices in self._order(self._cursor):
-                documents = tuple(self._reader.read(self._samples[i].sample_id) for i in indices)
-                self._put(Batch(documents, after))
-                if self._stopped.is_set():
-                    return
-        except BaseException as error:  # noqa: BLE001 - handed to the consumer, which raises it
-            self._put(_Failure(error))
-
-    def _put(self, item: Batch | _Failure) -> None:
-        while not self._stopped.is_set():
-            try:
-                return self._ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-        return None
+    def _start(self, after: Cursor, indices: Sequence[int]) -> _Reading:
+        ids = [self._samples[i].sample_id for i in indices]
+        return _Reading(tuple(self._pool.submit(self._reader.read, sample_id) for sample_id in ids), after)

@@ -1,6 +1,6 @@
-"""Which documents make up which batch: decided by sample ids, lengths and seed alone.
+"""Which documents make up which batch: decided by sample ids, their shards, lengths and seed alone.
 
-    (sample ids, lengths, seed, epoch) → shuffled documents → whole documents packed up to ``batch_tokens``
+    shards → windows of ``WINDOW_SHARDS`` → documents shuffled inside each → packed up to ``batch_tokens``
 
 Needs the index only, never the states: 100,000 samples are ordered in a fraction of a second.
 """
@@ -10,6 +10,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+WINDOW_SHARDS = 32
+"""Shards that are read at a time.
+
+Nothing is held in memory for them, so this bounds only how many files are hot: a volume that fetches or caches
+whole files sees each of them once an epoch, and 32 shards of 1 GiB are 32 GiB of page cache, which a host that
+trains on a terabyte has. From below it is bounded by the mixture: lengths are alike inside a shard, and a batch
+of a dozen documents out of 32 lengths repeats few. A set of 32 shards or fewer (2 GiB of the default size) is
+shuffled as a whole.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +32,42 @@ class Cursor:
 
 def shuffled(sample_ids: Sequence[str], seed: int, epoch: int) -> list[int]:
     """Indices in the order of one epoch; independent of the stored order and of any library's generator."""
+    return sorted(range(len(sample_ids)), key=lambda index: _dice(seed, epoch, sample_ids[index]))
 
-    def key(index: int) -> bytes:
-        return hashlib.blake2b(f"{seed}:{epoch}:{sample_ids[index]}".encode(), digest_size=16).digest()
 
-    return sorted(range(len(sample_ids)), key=key)
+def shuffled_by_shard(sample_ids: Sequence[str], shards: Sequence[str], seed: int, epoch: int) -> list[int]:
+    """Indices in the order of one epoch, which goes through the set window by window.
+
+    Shards lie in the order of their paths by falling length, so every window takes one shard at random out of
+    each stretch of neighbours: all windows have the lengths of the whole set. Inside a window documents are
+    shuffled; with one window this is ``shuffled``.
+
+    Args:
+        sample_ids: Of the documents.
+        shards: Path of the shard of each.
+        seed: Of the shuffle.
+        epoch: Counted from 0.
+    """
+    window_of = _windows(sorted(set(shards)), seed, epoch)
+    return sorted(
+        range(len(sample_ids)), key=lambda index: (window_of[shards[index]], _dice(seed, epoch, sample_ids[index]))
+    )
+
+
+def _windows(paths: Sequence[str], seed: int, epoch: int) -> dict[str, int]:
+    """Window of each shard: neighbours are dealt to different windows."""
+    num_windows = -(-len(paths) // WINDOW_SHARDS)
+    windows: dict[str, int] = {}
+    for start in range(0, len(paths), max(1, num_windows)):
+        stretch = paths[start : start + num_windows]
+        # the last stretch may be short: which windows go without one is thrown as well
+        free = sorted(range(num_windows), key=lambda window: _dice(seed, epoch, f"{start}:{window}"))
+        windows.update(zip(stretch, free, strict=False))
+    return windows
+
+
+def _dice(seed: int, epoch: int, name: str) -> bytes:
+    return hashlib.blake2b(f"{seed}:{epoch}:{name}".encode(), digest_size=16).digest()
 
 
 def pack_order(order: Sequence[int], lengths: Sequence[int], batch_tokens: int) -> list[tuple[int, ...]]:
@@ -54,18 +95,22 @@ class BatchOrder:
 
     Args:
         sample_ids: Training documents.
+        shards: Path of the shard of each.
         lengths: Tokens of each.
         batch_tokens: Most tokens of a batch of several documents.
         seed: Of the shuffle.
     """
 
-    def __init__(self, sample_ids: Sequence[str], lengths: Sequence[int], batch_tokens: int, seed: int) -> None:
-        self._sample_ids, self._lengths = sample_ids, lengths
+    def __init__(
+        self, sample_ids: Sequence[str], shards: Sequence[str], lengths: Sequence[int], batch_tokens: int, seed: int
+    ) -> None:
+        self._sample_ids, self._shards, self._lengths = sample_ids, shards, lengths
         self._batch_tokens, self._seed = batch_tokens, seed
 
     def epoch(self, epoch: int) -> list[tuple[int, ...]]:
         """Batches of one epoch: every document exactly once."""
-        return pack_order(shuffled(self._sample_ids, self._seed, epoch), self._lengths, self._batch_tokens)
+        order = shuffled_by_shard(self._sample_ids, self._shards, self._seed, epoch)
+        return pack_order(order, self._lengths, self._batch_tokens)
 
     def __call__(self, cursor: Cursor) -> Iterator[tuple[Cursor, tuple[int, ...]]]:
         """(cursor after the batch, document indices) without end."""

@@ -2,6 +2,7 @@
 
 from eyas.config.knobs import cores, knob
 from eyas.config.load import PARAMS_PATH, SECTIONS, compose_presets, load, resolve_boundaries, to_yaml
+from eyas.config.machine import machine
 from eyas.config.schema import (
     DataConfig,
     DrafterConfig,
@@ -34,6 +35,7 @@ __all__ = [
     "cores",
     "knob",
     "load",
+    "machine",
     "resolve_boundaries",
     "to_yaml",
 ]

@@ -86,7 +86,7 @@ def plan_chunks(pack: Pack, step_weights: Sequence[float], size: int, multiple: 
         multiple: Chunks are filled up to a multiple of this, see ``rows.pack_documents``.
     """
     S, T = len(step_weights), len(pack.ids_T)
-    row_at_ST = torch.full((S, T + 1), -1, device=pack.rows_R.device)
+    row_at_ST = torch.full((S, T), -1, device=pack.rows_R.device)
     first = 0
     for k in range(S):
         trains_R = pack.trains_RS[: pack.num_rows[k], k].nonzero()[:, 0]
@@ -96,11 +96,12 @@ def plan_chunks(pack: Pack, step_weights: Sequence[float], size: int, multiple: 
     scale_S1 = (row_at_ST.new_tensor(step_weights, dtype=torch.float64) / counts_S)[:, None]
     chunks = []
     for part_C in (row_at_ST >= 0).any(0).nonzero()[:, 0].split(size):
-        # position T has no row: it fills the chunk up and reads the last state, with weight 0
-        positions_C = F.pad(part_C, (0, -len(part_C) % multiple), value=T)
-        rows_SC = row_at_ST[:, positions_C]
+        # what fills the chunk up has no row and weight 0; it reads a teacher's state, because others may not be stored
+        fill = -len(part_C) % multiple
+        positions_C = torch.cat([part_C, part_C[:1].expand(fill)])
+        rows_SC = F.pad(row_at_ST[:, part_C], (0, fill), value=-1)
         weights_SC = (rows_SC >= 0) * scale_S1
-        chunks.append(Chunk(positions_C.clamp_max(T - 1), rows_SC.clamp_min(0).flatten(), weights_SC.flatten()))
+        chunks.append(Chunk(positions_C, rows_SC.clamp_min(0).flatten(), weights_SC.flatten()))
     return chunks
 
 

@@ -7,7 +7,8 @@ when tokens ``t+1 … t+k+2`` all lie in one assistant span, and, in training, w
 inside the draft vocab. A row must *run* at step j when it trains at any step ≥ j. Rows that train at no
 step give step-0 keys and values only.
 
-Letters: T tokens of the pack, R rows that run, S TTT steps, A aux streams, D target hidden.
+Letters: T tokens of the pack, R rows that run, S TTT steps, A aux streams, D target hidden, L teachers of a
+document.
 """
 
 from __future__ import annotations
@@ -15,10 +16,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from eyas.errors import DataError
+from eyas.errors import DataError, StoreError
+from eyas.rows import StoredRows, stored_rows
+
+if TYPE_CHECKING:
+    from eyas.shards.reader import StoredStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,29 @@ class Pack:
         """The same pack with its tensors on a device."""
         names = ("ids_T", "aux_TAD", "last_TD", "positions_T", "rows_R", "trains_RS")
         return dataclasses.replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+
+def rows_to_read(stored: StoredStates) -> StoredRows:
+    """Rows of a sample that training and evaluation read, checked to be there.
+
+    The same rows whatever else is stored: so a set of ``last_rows: trained`` gives what one of ``all`` gives.
+
+    Raises:
+        StoreError: A teacher's row of ``last`` or a row of ``aux`` up to the last trained one is not stored; the
+            sample and the row are named.
+    """
+    rows = stored_rows(stored.loss_mask_T.numpy(), "trained")
+    # rows that are not stored are NaN through and through, and a stored one nowhere: one channel tells
+    gone_L = ~stored.has_last_T[rows.last_L] | stored.last_TD[rows.last_L, 0].isnan()
+    missing = [f"row {row} of last" for row in rows.last_L[np.flatnonzero(gone_L)][:1].tolist()]
+    missing += [f"row {row} of aux" for row in range(stored.num_aux_rows, rows.num_aux)[:1]]
+    if missing:
+        raise StoreError(
+            f"sample {stored.sample.sample_id}: {missing[0]} is not stored, expected {len(rows.last_L):,} rows of last "
+            f"and {rows.num_aux:,} of aux: those that its loss mask trains",
+            "`eyas verify` compares the states with their tokens",
+        )
+    return rows
 
 
 def steps_in_span_T(mask_T: torch.Tensor) -> torch.Tensor:

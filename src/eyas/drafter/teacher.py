@@ -24,7 +24,7 @@ def teacher_ids(last_TD: torch.Tensor, head_VD: torch.Tensor) -> torch.Tensor:
 
     Args:
         last_TD: Post-norm states, any float dtype.
-        head_VD: The target's head in float32.
+        head_VD: The target's head; the products are of its dtype.
     """
     T, rows = len(last_TD), max(FILL_MULTIPLE, CHUNK_LOGITS // len(head_VD) // FILL_MULTIPLE * FILL_MULTIPLE)
     filled_TD = F.pad(last_TD.to(head_VD.dtype), (0, 0, 0, -T % FILL_MULTIPLE))

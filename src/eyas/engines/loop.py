@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from eyas import console, fs
 from eyas.contracts import (
@@ -26,13 +27,19 @@ from eyas.contracts import (
     TokenSample,
 )
 from eyas.engines.base import Engine
+from eyas.engines.calibrate import Head, calibrate, stored_calibration
 from eyas.engines.checks import check_captured
 from eyas.errors import CaptureError, DiskError, StoreError
 from eyas.plan.budget import HEADER_BYTES_PER_SAMPLE, HEADER_BYTES_PER_SHARD, check_fits
+from eyas.shards.calibration import Calibration
 from eyas.shards.codecs import make_codec
+from eyas.shards.effect import Effect
 from eyas.shards.encode import Encoder
 from eyas.shards.spool import Spool, check_one_volume, leftovers
 from eyas.shards.writer import FinishedShard, ShardAssembly, check_tokens
+
+if TYPE_CHECKING:
+    import torch
 
 HOME = Path(".eyas")
 LOCK_NAME = "extract.lock"
@@ -57,6 +64,8 @@ class ExtractResult:
     num_tokens: int
     work_s: float
     num_resumed_shards: int
+    effect: Effect | None = None
+    """What a lossy codec did to the calibration slice."""
 
 
 @dataclass(slots=True)
@@ -69,6 +78,8 @@ class _Run:
     spool: Spool
     limits: ExtractLimits
     done: dict[str, FinishedShard]
+    head: Head | None = None
+    calibration: Calibration | None = None
     num_tokens: int = 0
     work_s: float = 0.0
     failed: list[FailedSample] = field(default_factory=list)
@@ -87,6 +98,7 @@ def extract(
     out: Path,
     manifest_path: Path,
     home: Path = HOME,
+    head: Head | None = None,
 ) -> ExtractResult:
     """Capture every planned sample into shards and publish them.
 
@@ -98,6 +110,7 @@ def extract(
         out: States folder, absent or a former run's.
         manifest_path: Published last.
         home: Working folder on the same volume: lock and spool.
+        head: Reads the target's head, for the effect of a lossy codec on its distribution.
 
     Raises:
         EyasError: Another extraction holds the lock.
@@ -112,7 +125,8 @@ def extract(
         _check_inputs(plan, tokens, facts)
         check_one_volume(home, out)
         spool = Spool(home, plan.capture)
-        run = _Run(plan, tokens, engine, spool, limits, _resume(spool, plan, limits, out, manifest_path))
+        run = _Run(plan, tokens, engine, spool, limits, _resume(spool, plan, limits, out, manifest_path), head)
+        run.calibration = stored_calibration(plan, spool, run.done)
         num_resumed = len(run.done)
         with _account(run):
             if run.left:
@@ -122,7 +136,11 @@ def extract(
             manifest = _manifest(run, facts)
         spool.publish(manifest, out, manifest_path)
         return ExtractResult(
-            manifest=manifest, num_tokens=run.num_tokens, work_s=run.work_s, num_resumed_shards=num_resumed
+            manifest=manifest,
+            num_tokens=run.num_tokens,
+            work_s=run.work_s,
+            num_resumed_shards=num_resumed,
+            effect=run.calibration.effect if run.calibration else None,
         )
 
 
@@ -212,13 +230,12 @@ def _capture_shards(run: _Run) -> None:
     pending: Future[FinishedShard] | None = None
     in_flight: list[PlannedShard] = []
     try:
-        codec = make_codec(run.plan.capture.codec)
-        with (
-            contextlib.closing(run.engine),
-            Encoder(codec) as encoder,
-            ThreadPoolExecutor(1, "shard-writer") as writer,
-        ):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.closing(run.engine))
             run.engine.open()
+            run.calibration = run.calibration or calibrate(run.plan, run.tokens, run.engine, run.spool, run.head)
+            encoder = stack.enter_context(Encoder(make_codec(run.plan.capture.codec, _scales(run))))
+            writer = stack.enter_context(ThreadPoolExecutor(1, "shard-writer"))
             for planned in run.left:
                 if not _fits([*in_flight, planned], run):
                     # Part of the shard in flight is on the disk already: wait, then count exactly.
@@ -235,6 +252,10 @@ def _capture_shards(run: _Run) -> None:
             _wait(run, pending)
         run.work_s = time.perf_counter() - start_s
         progress.close()
+
+
+def _scales(run: _Run) -> torch.Tensor | None:
+    return run.calibration.scales_ND if run.calibration else None
 
 
 def _fits(shards: Sequence[PlannedShard], run: _Run) -> bool:
@@ -255,7 +276,7 @@ def _store(spool: Spool, assembly: ShardAssembly) -> FinishedShard:
 
 
 def _capture_shard(run: _Run, planned: PlannedShard, encoder: Encoder, progress: console.Progress) -> ShardAssembly:
-    assembly = ShardAssembly(planned, run.plan.capture, run.plan.hidden_size, run.tokens, encoder)
+    assembly = ShardAssembly(planned, run.plan.capture, run.plan.hidden_size, run.tokens, encoder, _scales(run))
     for batch in planned.batches:
         samples = [run.tokens[sample.sample_id] for sample in batch]
         reasons = _collect(run, samples, assembly)
@@ -332,4 +353,5 @@ def _manifest(run: _Run, facts: EngineFacts) -> ShardManifest:
         stored_bytes=sum(entry.size_bytes for entry in entries),
         shards=entries,
         failed=failed,
+        calibration=run.calibration.digest if run.calibration else "",
     )

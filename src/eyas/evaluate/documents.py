@@ -8,9 +8,11 @@ What counts as the target's choice for a token:
 - On any other text it is the argmax of the stored last hidden state, and only where the text has the same
   token: elsewhere no draft can be accepted, the text has left the target's path.
 
-Marginal step accuracy and the share outside the draft vocab always go by the argmax over the full vocab.
+Marginal step accuracy and the share outside the draft vocab always go by the argmax over the full vocab. All
+three are of the tokens that a round can emit: every assistant token but the first of its span, which the
+prefill emits. Their argmaxes are the teachers of trained rows, so no other row of ``last`` is read.
 
-Letters: T rows of the document, S draft steps, D target hidden, V target vocab.
+Letters: T rows of the document, L teachers, S draft steps, V target vocab.
 """
 
 from __future__ import annotations
@@ -20,32 +22,32 @@ import torch
 
 from eyas.contracts import StoredSample
 from eyas.conversations.loops import loop_share
+from eyas.drafter.rows import rows_to_read
+from eyas.drafter.teacher import teacher_ids
 from eyas.evaluate.summary import WalkedDocument
 from eyas.evaluate.walk import spans, trained_rows, walk
+from eyas.shards.reader import StoredStates
 
 UNKNOWN = -1
-ROWS_PER_CHUNK = 256
 
 
-def target_argmax(last_TD: torch.Tensor, head_VD: torch.Tensor, wanted_T: np.ndarray) -> np.ndarray:
-    """The target's argmax for every wanted token, from the row before it.
+def target_argmax(stored: StoredStates, head_VD: torch.Tensor) -> np.ndarray:
+    """The target's argmax for every token that a round can emit, from the row before it.
 
     Args:
-        last_TD: Final hidden states after the norm.
+        stored: The document.
         head_VD: The target's head, in the dtype the target runs it in.
-        wanted_T: Bool; tokens to judge. Token 0 has no row before it and stays unknown.
 
     Returns:
-        Int64 [T] of token ids, ``UNKNOWN`` where nothing is wanted.
+        Int64 [T] of token ids; ``UNKNOWN`` for tokens that are not the assistant's, for the first of a span,
+        and for token 1 when the document opens with a span.
+
+    Raises:
+        StoreError: A row that is asked is not stored.
     """
-    argmax_T = np.full(len(wanted_T), UNKNOWN, dtype=np.int64)
-    tokens = np.flatnonzero(wanted_T)
-    tokens = tokens[tokens > 0]
-    with torch.inference_mode():
-        for begin in range(0, len(tokens), ROWS_PER_CHUNK):
-            chunk = tokens[begin : begin + ROWS_PER_CHUNK]
-            logits_RV = last_TD[torch.from_numpy(chunk - 1)].to(head_VD.dtype) @ head_VD.T
-            argmax_T[chunk] = logits_RV.argmax(-1).numpy()
+    argmax_T = np.full(len(stored.input_ids_T), UNKNOWN, dtype=np.int64)
+    rows_L = rows_to_read(stored).last_L
+    argmax_T[rows_L + 1] = teacher_ids(stored.last_TD[rows_L], head_VD).numpy()
     return argmax_T
 
 

@@ -34,6 +34,8 @@ from eyas.target.load import TargetEnds
 
 PACK_TOKENS = 1024
 """Tokens of documents drafted side by side; they never see each other."""
+FILL_MULTIPLE = 64
+"""Packs are filled up to this many tokens and rows: few sizes of products (see ``drafter.precision``)."""
 
 
 def judge(
@@ -121,7 +123,7 @@ def _walk_all(
     baseline: list[WalkedDocument] = []
     progress = console.Progress("evaluate walks", sum(s.num_tokens for s in chosen.samples))
     for group in _groups(reader, chosen):
-        argmaxes = [target_argmax(s.last_TD, head_VD, s.loss_mask_T.numpy().astype(bool)) for s in group]
+        argmaxes = [target_argmax(stored, head_VD) for stored in group]
         walked += walk_group(drafter, group, argmaxes, config.chain_length)
         baseline += walk_group(untrained, group, argmaxes, config.chain_length)
         progress.advance(sum(s.sample.num_tokens for s in group))
@@ -150,7 +152,9 @@ def walk_group(
         argmaxes: Per document, see ``documents.target_argmax``.
         chain_length: S.
     """
-    pack = pack_documents([Document(s.input_ids_T, s.loss_mask_T, s.aux_TAD, s.last_TD) for s in group], chain_length)
+    documents = [Document(s.input_ids_T, s.loss_mask_T, s.aux_TAD, s.last_TD) for s in group]
+    pack = pack_documents(documents, chain_length, FILL_MULTIPLE)
+    # rows that fill up lie behind every document and draft nothing
     draft_TS = torch.full((len(pack.ids_T), chain_length), -1)
     draft_TS[pack.rows_R] = draft_tokens(drafter, pack).cpu()
     t2d_V = drafter.t2d.cpu().numpy()

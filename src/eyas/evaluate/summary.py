@@ -29,7 +29,7 @@ class WalkedDocument:
     rounds: tuple[Round, ...]
     loop_share: float
     num_tokens: int
-    """Assistant tokens that a row precedes, so that the target's argmax for them is known."""
+    """Tokens that a round can emit: the assistant's, less the first of each span, which the prefill emits."""
     num_covered: int
     """Of these, equal to the target's argmax."""
     num_oov: int
@@ -78,7 +78,7 @@ def alpha(documents: Sequence[WalkedDocument]) -> tuple[float, ...]:
 
 
 def loop_share(documents: Sequence[WalkedDocument]) -> float:
-    """Share of repeated 8-grams, each document weighted by its assistant tokens."""
+    """Share of repeated 8-grams, each document weighted by the tokens that a round can emit."""
     return _share(sum(d.loop_share * d.num_tokens for d in documents), sum(d.num_tokens for d in documents))
 
 

@@ -8,12 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from eyas import fs
+from eyas import console, fs
 from eyas.canonical import digest
 from eyas.contracts import CapturePlan, CheckpointMeta, ExportMeta, FileDigest, ShardManifest, TargetIdentity
 from eyas.errors import EyasError
+
+if TYPE_CHECKING:
+    from eyas.ops.verify_states import Extent, StatesReport
+
+
+MAX_SHOWN = 50
+"""Findings in the table; JSON has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +32,37 @@ class Result:
     note: str
 
 
-def verify_all(root: Path) -> list[Result]:
-    """Check every artifact below ``root`` in pipeline order."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """All artifacts, and the details of the states when there are any."""
+
+    artifacts: tuple[Result, ...]
+    states: StatesReport | None = None
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether anything is."""
+        return any(result.state == "damaged" for result in self.artifacts)
+
+
+def verify_all(root: Path, extent: Extent | None = None) -> Verified:
+    """Check every artifact below ``root`` in pipeline order.
+
+    Args:
+        root: The repository.
+        extent: How much of the states is read, and how fast; all of them by default.
+    """
+    reports: list[StatesReport] = []
     checks: tuple[tuple[str, Callable[[Path], Iterator[str]]], ...] = (
         ("models/target.json", _target),
         ("data/tokens", _tokens),
         ("data/plan.json", _plan),
-        ("data/hidden_states.json", _states),
+        ("data/hidden_states.json", lambda root: _states(root, extent, reports)),
         ("models/drafter/checkpoint.json", _checkpoint),
         ("models/export/export.json", _export),
     )
-    return [_result(root, name, check) for name, check in checks]
+    results = [_result(root, name, check) for name, check in checks]
+    return Verified(artifacts=tuple(results), states=reports[0] if reports else None)
 
 
 def _result(root: Path, name: str, check: Callable[[Path], Iterator[str]]) -> Result:
@@ -84,18 +111,15 @@ def _plan(root: Path) -> Iterator[str]:
             yield f"{name} {stated:,}, but its shards sum to {counted:,}"
 
 
-def _states(root: Path) -> Iterator[str]:
-    from eyas.shards.verify import iter_findings
-    from eyas.tokens.dataset import iter_tokens
+def _states(root: Path, extent: Extent | None, reports: list[StatesReport]) -> Iterator[str]:
+    from eyas.ops.verify_states import verify_states
 
-    manifest = fs.read_record(ShardManifest, root / "data/hidden_states.json")
+    reports.append(verify_states(root, extent))
+    yield from (finding.problem for finding in reports[0].findings)
     if (root / "data/plan.json").is_file():
-        plan = fs.read_record(CapturePlan, root / "data/plan.json")
-        yield from _differs("identity", manifest.identity, plan.identity, "the plan's")
-    tokens = None
-    if (root / "data/tokens").is_dir():
-        tokens = {sample.sample_id: sample for sample in iter_tokens(root / "data/tokens")}
-    yield from (finding.problem for finding in iter_findings(root / "data/hidden_states", manifest, tokens))
+        plan = fs.read_json(root / "data/plan.json")
+        planned = plan.get("identity", "") if isinstance(plan, dict) else ""
+        yield from _differs("identity", reports[0].identity, planned, "the plan's")
 
 
 def _checkpoint(root: Path) -> Iterator[str]:
@@ -129,3 +153,34 @@ def file_problems(folder: Path, files: tuple[FileDigest, ...]) -> Iterator[str]:
             yield f"{file.path}: {path.stat().st_size:,} bytes, expected {file.size_bytes:,}"
         elif (found := fs.hash_file(path)) != file.sha256:
             yield f"{file.path}: SHA-256 {found[:16]}, expected {file.sha256[:16]}"
+
+
+def verified_text(verified: Verified) -> str:
+    """The table, what is wrong with which sample, and what was not looked at."""
+    parts = [console.table([(r.artifact, r.state, r.note) for r in verified.artifacts])]
+    states = verified.states
+    if states is None:
+        return parts[0]
+    parts.append(console.table(_states_rows(states)))
+    if states.findings:
+        shown = states.findings[:MAX_SHOWN]
+        parts.append(console.table([(f.shard, f.sample_id, f.problem) for f in shown], ("shard", "sample", "problem")))
+        if len(states.findings) > MAX_SHOWN:
+            parts.append(f"and {len(states.findings) - MAX_SHOWN:,} more: `eyas verify --json` lists all")
+    parts += [f"note: {note}" for note in states.notes]
+    if any(finding.shard for finding in states.findings):
+        parts.append("hint: `make repair` restores or captures again what is damaged, and nothing else")
+    return "\n\n".join(parts)
+
+
+def _states_rows(states: StatesReport) -> list[tuple[str, str]]:
+    samples = {(f.shard, f.sample_id) for f in states.findings if f.sample_id}
+    speed = states.num_read_bytes / max(states.read_s, 1e-9)
+    rows = [
+        ("states", f"{states.num_read_shards:,} of {states.num_shards:,} shards, {states.num_samples:,} samples read"),
+        ("bytes", f"{console.human_bytes(states.num_read_bytes)}, {console.human_bytes(speed)}/s"),
+        ("damaged", f"{len({f.shard for f in states.findings if f.shard}):,} shards, {len(samples):,} samples named"),
+    ]
+    shares = (("next token", states.next_token_share), ("assistant", states.assistant_share))
+    rows += [(name, f"{share:.1%} of rows of last predict it") for name, share in shares if share is not None]
+    return rows

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from eyas.errors import StoreError
+from eyas.shards.int8 import Int8Codec
 
 PIECE_BYTES = 1 << 20
 CODECS = ("raw", "blosc2", "int8")
@@ -51,12 +52,16 @@ def make_codec(name: str, calibration_ND: torch.Tensor | None = None) -> Codec:
         calibration_ND: Channel scales of ``int8``, one row per stream.
 
     Raises:
-        StoreError: The codec is unknown.
+        StoreError: The codec is unknown, or its scales are none.
     """
     if name == "raw":
         return RawCodec()
     if name == "blosc2":
         return Blosc2Codec()
+    if name == "int8":
+        if calibration_ND is None:
+            raise StoreError("codec int8 without its channel scales", "report it: they come with the capture")
+        return Int8Codec(calibration_ND)
     raise StoreError(f"codec {name!r}, expected one of {', '.join(CODECS)}", "set extract.codec in params.yaml")
 
 

@@ -18,6 +18,7 @@ import torch
 from eyas.contracts import ShardEntry, ShardManifest, StoredSample
 from eyas.errors import StoreError
 from eyas.rows import stored_rows
+from eyas.shards.calibration import Calibration
 from eyas.shards.codecs import Codec, RawCodec, decode_block, make_codec
 from eyas.shards.format import (
     CALIBRATION,
@@ -119,9 +120,10 @@ class ShardReader:
         return self._places[sample_id]
 
     def _codec(self, fd: int, header: ShardHeader) -> Codec:
-        # All shards of a set have one calibration, which verify compares; here each is read once, checked.
+        # All shards of a set have one calibration; each is read once.
         shard = header.facts.shard if CALIBRATION in header.blocks else ""
         if shard not in self._codecs:
+            check_scales(fd, header, self.manifest)
             self._codecs[shard] = shard_codec(fd, header)
         return self._codecs[shard]
 
@@ -225,12 +227,31 @@ def shard_codec(fd: int, header: ShardHeader) -> Codec:
     Raises:
         StoreError: They are damaged.
     """
-    calibration_ND = None
-    if CALIBRATION in header.blocks:
-        block = header.blocks[CALIBRATION]
-        where = f"{header.facts.shard}: {CALIBRATION}"
-        calibration_ND = _shaped(_read_checked(fd, header, block, where), block)
-    return make_codec(header.facts.codec, calibration_ND)
+    return make_codec(header.facts.codec, read_scales(fd, header))
+
+
+def read_scales(fd: int, header: ShardHeader) -> torch.Tensor | None:
+    """Channel scales [N, D] float32 of an open shard, checked; None when its codec has none.
+
+    Raises:
+        StoreError: They are damaged.
+    """
+    if CALIBRATION not in header.blocks:
+        return None
+    block = header.blocks[CALIBRATION]
+    return _shaped(_read_checked(fd, header, block, f"{header.facts.shard}: {CALIBRATION}"), block)
+
+
+def check_scales(fd: int, header: ShardHeader, manifest: ShardManifest) -> None:
+    """Refuse an open shard whose channel scales are not those of the set.
+
+    Raises:
+        StoreError: Both digests are named.
+    """
+    scales_ND = read_scales(fd, header)
+    found = "" if scales_ND is None else Calibration(scales_ND).digest
+    if found != manifest.calibration:
+        raise damaged(header.facts.shard, f"its calibration is {found!r}, the manifest says {manifest.calibration!r}")
 
 
 def read_sample(fd: int, header: ShardHeader, index: int, codec: Codec) -> StoredStates:

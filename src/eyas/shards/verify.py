@@ -1,24 +1,29 @@
 """Verifying shards: everything that can be wrong with stored states, by shard and sample.
 
-``verify_file`` is what a resumed extraction trusts and what ``eyas verify`` runs per shard; it reads
-every byte once for the md5 and once per block.
+``verify_file`` is what a resumed extraction trusts; ``check_set`` and ``check_shard`` are what ``eyas verify`` runs,
+the first over all headers, the second in one thread per shard. A shard is read from the disk once, front to back:
+a sample's bytes are hashed for the md5 and read again for checksum and values while they are still in memory.
 
 Letters: T tokens, A aux streams, D target hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from eyas import fs
-from eyas.contracts import ShardEntry, ShardManifest, TokenSample
+from eyas.contracts import CapturePlan, ShardEntry, ShardManifest, TokenSample
 from eyas.errors import StoreError
-from eyas.shards.format import KINDS, ShardHeader
+from eyas.shards.codecs import Codec
+from eyas.shards.consistency import Score, incoherent, judge
+from eyas.shards.format import CALIBRATION, KINDS, ShardHeader, block_name
 from eyas.shards.reader import (
+    StoredStates,
     check_account,
     check_identity,
     open_entry,
@@ -26,10 +31,13 @@ from eyas.shards.reader import (
     read_encoded,
     read_header,
     read_sample,
-    read_tokens,
     shard_codec,
 )
 from eyas.shards.writer import stored_sample
+
+CHUNK_BYTES = 4 << 20
+OnBytes = Callable[[int], None]
+"""Told of every chunk that was read: progress, rate limit, or an exception to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +47,27 @@ class Finding:
     shard: str
     sample_id: str
     problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCheck:
+    """What reading one shard gave; ``scores`` by sample id, of whole samples alone."""
+
+    findings: tuple[Finding, ...]
+    scores: Mapping[str, Score] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Against:
+    """What a shard's content is compared with; what is None is not compared.
+
+    ``tokens`` is the token dataset by sample id, ``head_VD`` the target's head. ``judged`` is off for states that
+    no target gave, such as the fake engine's.
+    """
+
+    tokens: Mapping[str, TokenSample] | None = None
+    head_VD: torch.Tensor | None = None
+    judged: bool = True
 
 
 def verify_file(path: Path, entry: ShardEntry, identity: str) -> list[Finding]:
@@ -51,116 +80,248 @@ def verify_file(path: Path, entry: ShardEntry, identity: str) -> list[Finding]:
         header, size_bytes = read_header(path, entry.path)
         check_identity(header, identity, entry.path)
     except StoreError as error:
-        return [Finding(shard=entry.path, sample_id="", problem=error.message)]
-    findings = []
+        return [_of_file(entry.path, error.message)]
     if size_bytes != entry.size_bytes:
-        findings.append(_of_file(entry, f"{size_bytes:,} bytes, expected {entry.size_bytes:,}"))
-    md5 = fs.hash_file(path, "md5")
-    if md5 != entry.md5:
-        findings.append(_of_file(entry, f"md5 {md5}, expected {entry.md5}"))
+        return [_of_file(entry.path, f"{entry.path}: {size_bytes:,} bytes, expected {entry.size_bytes:,}")]
     with open_shard(path, entry.path) as fd:
-        for index, sample in enumerate(header.samples):
-            for kind in KINDS:
-                try:
-                    read_encoded(fd.number, header, index, kind)
-                except StoreError as error:
-                    findings.append(Finding(shard=entry.path, sample_id=sample.sample_id, problem=error.message))
-    return findings
+        return list(_read_through(fd.number, entry, header, lambda i: _damaged_blocks(fd.number, header, i), None))
 
 
-def verify(folder: Path, manifest: ShardManifest, tokens: Mapping[str, TokenSample] | None = None) -> list[Finding]:
-    """Check a published set: the manifest's account, every file, every value.
+def verify(
+    folder: Path,
+    manifest: ShardManifest,
+    tokens: Mapping[str, TokenSample] | None = None,
+    head_VD: torch.Tensor | None = None,
+) -> list[Finding]:
+    """Check a published set, one shard after another: account, files, values, tokens.
 
     Args:
         folder: The states folder.
         manifest: Its manifest.
         tokens: The token dataset by sample id; ids and masks are compared when it is given.
+        head_VD: The target's head; states are judged against the next token when it is given.
 
     Returns:
-        Findings in manifest order; empty when the set is whole.
+        Findings, empty when the set is whole.
     """
-    return list(iter_findings(folder, manifest, tokens))
+    against = Against(tokens=tokens, head_VD=head_VD, judged=head_VD is not None)
+    findings, readable = check_set(folder, manifest, tokens)
+    scores: dict[str, Score] = {}
+    places: dict[str, str] = {}
+    for entry in readable:
+        checked = check_shard(folder, entry, manifest, against)
+        findings += checked.findings
+        scores |= checked.scores
+        places |= dict.fromkeys(checked.scores, entry.path)
+    return findings + incoherent_findings(scores, places)
 
 
-def iter_findings(
-    folder: Path, manifest: ShardManifest, tokens: Mapping[str, TokenSample] | None = None
-) -> Iterator[Finding]:
-    """Like ``verify``, each finding as soon as it is known."""
+def check_set(
+    folder: Path,
+    manifest: ShardManifest,
+    tokens: Mapping[str, TokenSample] | None = None,
+    plan: CapturePlan | None = None,
+) -> tuple[list[Finding], list[ShardEntry]]:
+    """Check what needs no state: the account, unlisted files, every header, samples twice or missing.
+
+    Returns:
+        Findings, and the entries whose header is whole, so that their content can be read.
+    """
+    findings: list[Finding] = []
     try:
         check_account(manifest)
     except StoreError as error:
-        yield Finding(shard="", sample_id="", problem=error.message)
+        findings.append(_of_file("", error.message))
     listed = {entry.path for entry in manifest.shards}
     for path in sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir()):
         if path not in listed:
-            yield Finding(shard=path, sample_id="", problem=f"{path} is not in the manifest")
-    seen: dict[str, str] = {}
+            findings.append(_of_file(path, f"{path} is not in the manifest"))
+    headers: dict[str, ShardHeader] = {}
     for entry in manifest.shards:
-        findings = verify_file(folder / entry.path, entry, manifest.identity)
-        yield from findings
-        if findings:
-            continue
         try:
-            header = open_entry(folder, entry, manifest)
+            headers[entry.path] = open_entry(folder, entry, manifest)
         except StoreError as error:
-            yield _of_file(entry, error.message)
+            findings.append(_of_file(entry.path, error.message))
+    findings += _twice(headers)
+    findings += _calibrations(headers)
+    if plan is not None and plan.identity == manifest.identity:
+        findings += _unlike_plan(headers, plan, manifest)
+    elif tokens is not None and len(headers) == len(manifest.shards):
+        stored = {s.sample_id for header in headers.values() for s in header.samples}
+        lost = tokens.keys() - stored - {sample.sample_id for sample in manifest.failed}
+        findings += [
+            _of_sample("", name, f"sample {name} is neither stored nor listed as failed") for name in sorted(lost)
+        ]
+    return findings, [entry for entry in manifest.shards if entry.path in headers]
+
+
+def _twice(headers: Mapping[str, ShardHeader]) -> Iterator[Finding]:
+    seen: dict[str, str] = {}
+    for path, header in headers.items():
+        for sample in header.samples:
+            if sample.sample_id in seen:
+                yield _of_sample(path, sample.sample_id, f"also stored in {seen[sample.sample_id]}")
+            seen[sample.sample_id] = path
+
+
+def _calibrations(headers: Mapping[str, ShardHeader]) -> Iterator[Finding]:
+    """All shards of a set are coded with the same channel scales: readers take those of any."""
+    found = {path: header.checksums[CALIBRATION] for path, header in headers.items() if CALIBRATION in header.blocks}
+    values = list(found.values())
+    usual = max(set(values), key=values.count) if values else ""
+    for path in (path for path, value in found.items() if value != usual):
+        yield _of_file(path, f"{path}: channel scales {found[path]}, the other shards have {usual}")
+
+
+def _unlike_plan(headers: Mapping[str, ShardHeader], plan: CapturePlan, manifest: ShardManifest) -> Iterator[Finding]:
+    failed = {sample.sample_id for sample in manifest.failed}
+    listed = {entry.path for entry in manifest.shards}
+    for shard in plan.shards:
+        expected = [s.sample_id for s in shard.samples if s.sample_id not in failed]
+        if expected and shard.path not in listed:
+            yield _of_file(
+                shard.path, f"{shard.path} is planned with {len(expected)} samples, the manifest does not list it"
+            )
+        if shard.path not in headers:
             continue
-        yield from _samples(folder / entry.path, entry, header, tokens, seen)
+        found = [sample.sample_id for sample in headers[shard.path].samples]
+        for name in (name for name in expected if name not in set(found)):
+            yield _of_sample(shard.path, name, "planned here and not stored")
+        if sorted(found) == sorted(expected) and found != expected:
+            yield _of_file(shard.path, f"{shard.path}: its samples are in another order than planned")
 
 
-def _samples(
-    path: Path,
+def check_shard(
+    folder: Path, entry: ShardEntry, manifest: ShardManifest, against: Against, on_bytes: OnBytes | None = None
+) -> ShardCheck:
+    """Read one shard through and check all of it; independent of every other shard.
+
+    Args:
+        folder: The states folder.
+        entry: The shard.
+        manifest: Of the set.
+        against: What its content is compared with.
+        on_bytes: Called with the number of bytes after each chunk.
+    """
+    path, scores = folder / entry.path, {}
+    try:
+        header = open_entry(folder, entry, manifest)
+        with open_shard(path, entry.path) as fd:
+            codec = shard_codec(fd.number, header)
+
+            def check(index: int) -> Iterator[Finding]:
+                return _check_sample(fd.number, header, index, codec, against, scores)
+
+            findings = tuple(_read_through(fd.number, entry, header, check, on_bytes))
+    except StoreError as error:
+        return ShardCheck((_of_file(entry.path, error.message),))
+    return ShardCheck(findings, scores)
+
+
+def _read_through(
+    fd: int,
     entry: ShardEntry,
     header: ShardHeader,
-    tokens: Mapping[str, TokenSample] | None,
-    seen: dict[str, str],
+    check: Callable[[int], Iterator[Finding]],
+    on_bytes: OnBytes | None,
 ) -> Iterator[Finding]:
-    with open_shard(path, entry.path) as fd:
-        for index, sample in enumerate(header.samples):
-            problems = list(_values(fd.number, header, index))
-            if tokens is not None:
-                problems += _against_tokens(fd.number, header, index, tokens)
-            if sample.sample_id in seen:
-                problems.append(f"also stored in {seen[sample.sample_id]}")
-            seen[sample.sample_id] = entry.path
-            for problem in problems:
-                yield Finding(
-                    shard=entry.path,
-                    sample_id=sample.sample_id,
-                    problem=f"{entry.path}: sample {sample.sample_id}: {problem}",
-                )
+    """Hash the file front to back, and check each sample as soon as its states were hashed."""
+    md5 = hashlib.md5(usedforsecurity=False)
+    buffer, done = bytearray(CHUNK_BYTES), 0
+    ends = [header.data_start + header.blocks[block_name(i, "last")].end for i in range(len(header.samples))]
+    for index, end in enumerate([*ends, header.size_bytes]):
+        while done < end:
+            count = os.preadv(fd, [memoryview(buffer)[: min(CHUNK_BYTES, end - done)]], done)
+            if count == 0:
+                yield _of_file(entry.path, f"{entry.path}: the file ends {header.size_bytes - done:,} bytes early")
+                return
+            md5.update(memoryview(buffer)[:count])
+            done += count
+            if on_bytes is not None:
+                on_bytes(count)
+        if index < len(ends):
+            yield from check(index)
+    if md5.hexdigest() != entry.md5:
+        yield _of_file(entry.path, f"{entry.path}: md5 {md5.hexdigest()}, expected {entry.md5}")
 
 
-def _values(fd: int, header: ShardHeader, index: int) -> Iterator[str]:
-    stored = read_sample(fd, header, index, shard_codec(fd, header))
-    aux_UAD, last_LD = stored.aux_TAD[: stored.num_aux_rows], stored.last_TD[stored.has_last_T]
-    streams = [(f"aux boundary {b}", aux_UAD[:, a]) for a, b in enumerate(header.facts.boundaries)]
-    for name, states_TD in (*streams, ("last", last_LD)):
-        bad = ~torch.isfinite(states_TD)
+def _damaged_blocks(fd: int, header: ShardHeader, index: int) -> Iterator[Finding]:
+    for kind in KINDS:
+        try:
+            read_encoded(fd, header, index, kind)
+        except StoreError as error:
+            yield Finding(shard=header.facts.shard, sample_id=header.samples[index].sample_id, problem=error.message)
+
+
+def _check_sample(
+    fd: int, header: ShardHeader, index: int, codec: Codec, against: Against, scores: dict[str, Score]
+) -> Iterator[Finding]:
+    shard, sample = header.facts.shard, header.samples[index]
+    try:
+        stored = read_sample(fd, header, index, codec)
+    except StoreError as error:
+        findings = list(_damaged_blocks(fd, header, index))
+        yield from findings or [Finding(shard=shard, sample_id=sample.sample_id, problem=error.message)]
+        return
+    problems = list(_bad_values(header.facts.boundaries, stored))
+    if against.tokens is not None:
+        problems += _unlike_tokens(stored, against.tokens)
+    if against.judged and not problems:
+        judged = judge(stored, header.facts.boundaries, against.head_VD)
+        problems += judged.problems
+        if not problems:
+            scores[sample.sample_id] = judged.score
+    yield from (_of_sample(shard, sample.sample_id, problem) for problem in problems)
+
+
+def _bad_values(boundaries: tuple[int, ...], stored: StoredStates) -> Iterator[str]:
+    """Values that are not finite and rows of zeros among the stored rows, by stream and token."""
+    aux_rows, last_rows = torch.arange(stored.num_aux_rows), stored.has_last_T.nonzero().flatten()
+    streams = [
+        (f"aux boundary {b}", stored.aux_TAD[: stored.num_aux_rows, a], aux_rows) for a, b in enumerate(boundaries)
+    ]
+    last_LD = stored.last_TD if len(last_rows) == len(stored.last_TD) else stored.last_TD[last_rows]
+    for name, states_TD, rows in (*streams, ("last", last_LD, last_rows)):
+        # A row's sum of magnitudes is not finite when any value is not, and zero when all are.
+        magnitude_T = states_TD.abs().sum(dim=1, dtype=torch.float32)
+        bad = ~torch.isfinite(states_TD) if not magnitude_T.isfinite().all() else torch.zeros(0, dtype=torch.bool)
         if bad.any():
             row, channel = bad.nonzero()[0].tolist()
             value = float(states_TD[row, channel])
-            yield f"{name}: {value} at token {row}, channel {channel} ({int(bad.sum()):,} values not finite)"
-        if len(states_TD) and not states_TD.any():
-            yield f"{name}: all {states_TD.shape[0]:,} rows are zero"
+            yield f"{name}: {value} at token {rows[row]}, channel {channel} ({int(bad.sum()):,} values not finite)"
+        empty = (magnitude_T == 0).nonzero().flatten()
+        if len(empty):
+            yield f"{name}: {len(empty):,} of {len(states_TD):,} rows are zero, the first is token {rows[empty[0]]}"
 
 
-def _against_tokens(fd: int, header: ShardHeader, index: int, tokens: Mapping[str, TokenSample]) -> Iterator[str]:
-    stored = header.samples[index]
-    sample = tokens.get(stored.sample_id)
+def _unlike_tokens(stored: StoredStates, tokens: Mapping[str, TokenSample]) -> Iterator[str]:
+    sample = tokens.get(stored.sample.sample_id)
     if sample is None:
         yield "not in the token dataset"
         return
-    if stored_sample(sample) != stored:
-        yield f"stored as {stored}, the token dataset says {stored_sample(sample)}"
-    expected = {"input_ids": sample.input_ids, "loss_mask": sample.loss_mask}
-    for (kind, values), stored_T in zip(expected.items(), read_tokens(fd, header, index), strict=True):
-        found = stored_T.tolist()
-        differing = [t for t, (a, b) in enumerate(zip(found, values, strict=False)) if a != b]
-        if differing:
-            t = differing[0]
-            yield f"{kind} differs at token {t}: {found[t]}, the token dataset says {values[t]}"
+    if stored_sample(sample) != stored.sample:
+        yield f"stored as {stored.sample}, the token dataset says {stored_sample(sample)}"
+    for kind, found_T, values in (
+        ("input_ids", stored.input_ids_T, sample.input_ids),
+        ("loss_mask", stored.loss_mask_T, sample.loss_mask),
+    ):
+        if len(found_T) != len(values):
+            continue  # named above as another number of tokens
+        differing = (found_T != torch.tensor(values, dtype=found_T.dtype)).nonzero().flatten()
+        if len(differing):
+            t = int(differing[0])
+            yield f"{kind} differs at token {t}: {int(found_T[t])}, the token dataset says {values[t]}"
 
 
-def _of_file(entry: ShardEntry, problem: str) -> Finding:
-    return Finding(shard=entry.path, sample_id="", problem=f"{entry.path}: {problem}")
+def incoherent_findings(scores: Mapping[str, Score], places: Mapping[str, str]) -> list[Finding]:
+    """Samples that do not fit the rest of their set, see ``consistency``; ``places`` gives the shard of each."""
+    return [_of_sample(places[name], name, problem) for name, problem in incoherent(scores).items()]
+
+
+def _of_file(shard: str, problem: str) -> Finding:
+    return Finding(shard=shard, sample_id="", problem=problem)
+
+
+def _of_sample(shard: str, sample_id: str, problem: str) -> Finding:
+    where = f"{shard}: sample {sample_id}: " if shard else ""
+    return Finding(shard=shard, sample_id=sample_id, problem=where + problem)

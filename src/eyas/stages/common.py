@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eyas import console, fs
+from eyas import config, console, fs
 from eyas.canonical import digest
 from eyas.errors import ConfigError, EyasError, StoreError
 
@@ -67,7 +67,7 @@ def stage_run(stage: str, reads: Sequence[Path], writes: Sequence[Path]) -> Iter
         "git": git_state(),
         "packages": {name: _version(name) for name in PACKAGES},
         "python": platform.python_version(),
-        "machine": machine(),
+        "machine": config.machine(),
         "image": os.environ.get("EYAS_IMAGE", ""),
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - wall_s)),
         "wall_s": round(wall_s, 3),
@@ -161,13 +161,3 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def machine() -> dict[str, Any]:
-    """Processor name, cores and memory of this machine."""
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "memory_bytes": memory_bytes}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eyas import config, console, fs
+from eyas.canonical import to_plain
 from eyas.config import Params
 from eyas.contracts import CapturePlan, TargetIdentity
 from eyas.engines.base import Engine
@@ -17,6 +18,7 @@ from eyas.plan.cache import cache_types, check_links, hashes, locked_stage, obje
 from eyas.plan.identity import capture_identity
 from eyas.shards.handover import hand_over, settle
 from eyas.stages import common
+from eyas.target.load import read_ends
 from eyas.target.locate import ensure
 from eyas.tokens.dataset import iter_tokens, read_index, read_lengths
 
@@ -41,10 +43,13 @@ def main(argv: Sequence[str]) -> None:
         check_links(Path.cwd())
         _settle(Path.cwd(), out, manifest_path)
         engine = _engine(params, target, plan)
-        result = extract(plan, tokens, engine, limits, out=out, manifest_path=manifest_path)
+        head = None if params.extract.engine == "fake" else lambda: read_ends(ensure(target, params.target)).head_VD
+        result = extract(plan, tokens, engine, limits, out=out, manifest_path=manifest_path, head=head)
         hand_over(Path.cwd(), result.manifest, out, manifest_path)
         run.num_tokens, run.work_s = result.num_tokens, result.work_s
         run.facts = {"identity": plan.identity, "num_resumed_shards": result.num_resumed_shards}
+        if result.effect is not None:
+            run.facts["effect"] = to_plain(result.effect)
     console.emit(_summary(result, out))
 
 
@@ -93,6 +98,8 @@ def _summary(result: ExtractResult, out: Path) -> str:
         ("speed", f"{result.num_tokens / max(result.work_s, 1e-9):,.0f} tok/s"),
         ("failed", "\n".join([f"{len(manifest.failed):,}", *(f"  {sample.reason}" for sample in manifest.failed)])),
     ]
+    if result.effect is not None:
+        rows.append((manifest.capture.codec, str(result.effect)))
     return console.table(rows)
 
 

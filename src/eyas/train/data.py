@@ -1,6 +1,8 @@
 """From stored states to packs: the teacher's argmax is asked once per document and run, then kept as bits.
 
-Letters: T tokens, V target vocab.
+Only rows that ``extract.last_rows: trained`` stores are read, and each is checked to be there.
+
+Letters: T tokens, L teachers of a document, V target vocab.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from eyas.batches.loader import Reader, training_samples
-from eyas.drafter.rows import Document, Pack, pack_documents
+from eyas.drafter.rows import Document, Pack, pack_documents, rows_to_read
 from eyas.drafter.teacher import teacher_ids
 from eyas.errors import TrainError
+from eyas.rows import StoredRows
 from eyas.shards.reader import StoredStates
 
 CALIBRATION_TOKENS = 4096
@@ -36,40 +39,44 @@ class Packer:
         self._in_vocab: dict[str, torch.Tensor] = {}
 
     def __call__(self, documents: Sequence[StoredStates], ttt_steps: int) -> Pack:
-        """Pack whole documents for ``ttt_steps`` steps."""
+        """Pack whole documents for ``ttt_steps`` steps.
+
+        Raises:
+            StoreError: A row that trains is not stored.
+        """
         return pack_documents([self._document(stored) for stored in documents], ttt_steps, FILL_MULTIPLE).to(
             self._device
         )
 
     def _document(self, stored: StoredStates) -> Document:
+        rows = rows_to_read(stored)
         return Document(
             ids_T=stored.input_ids_T,
             mask_T=stored.loss_mask_T,
             aux_TAD=stored.aux_TAD,
             last_TD=stored.last_TD,
-            in_vocab_T=None if self._all_known else self._known(stored),
+            in_vocab_T=None if self._all_known else self._known(stored, rows),
         )
 
-    def _known(self, stored: StoredStates) -> torch.Tensor:
+    def _known(self, stored: StoredStates, rows: StoredRows) -> torch.Tensor:
         sample_id = stored.sample.sample_id
         if sample_id not in self._in_vocab:
             in_vocab_T = torch.ones(len(stored.input_ids_T), dtype=torch.bool)
-            # a teacher's position and the token it predicts lie in one span
-            mask_T = stored.loss_mask_T.bool()
-            asked_T = torch.zeros_like(mask_T)
-            asked_T[1:-1] = mask_T[1:-1] & mask_T[2:]
-            if bool(asked_T.any()):
-                ids_X = teacher_ids(stored.last_TD[asked_T].to(self._device), self._head_VD)
-                in_vocab_T[asked_T] = self._t2d_V[ids_X].cpu()
+            if len(rows.last_L):
+                ids_L = teacher_ids(stored.last_TD[rows.last_L].to(self._device), self._head_VD)
+                in_vocab_T[rows.last_L] = self._t2d_V[ids_L].cpu()
             self._in_vocab[sample_id] = in_vocab_T
         return self._in_vocab[sample_id]
 
 
 def calibration_slice(reader: Reader) -> torch.Tensor:
-    """Aux states [T,A,D] of the first training samples by id, about ``CALIBRATION_TOKENS`` tokens.
+    """Aux states [T,A,D] of the first training samples by id, about ``CALIBRATION_TOKENS`` rows.
+
+    Of each sample the rows that training reads, so that first weights do not depend on what else is stored.
 
     Raises:
-        TrainError: There is no training sample.
+        StoreError: A row that trains is not stored.
+        TrainError: There is no training sample, or none with a row that trains.
     """
     samples = sorted(training_samples(reader), key=lambda sample: sample.sample_id)
     if not samples:
@@ -77,10 +84,17 @@ def calibration_slice(reader: Reader) -> torch.Tensor:
             "none of the stored samples belongs to the training split",
             "lower data.held_out_share or add conversations, then `dvc repro`",
         )
-    parts, num_tokens = [], 0
+    parts, num_rows = [], 0
     for sample in samples:
-        parts.append(reader.read(sample.sample_id).aux_TAD)
-        num_tokens += sample.num_tokens
-        if num_tokens >= CALIBRATION_TOKENS:
+        stored = reader.read(sample.sample_id)
+        parts.append(stored.aux_TAD[: rows_to_read(stored).num_aux])
+        num_rows += len(parts[-1])
+        if num_rows >= CALIBRATION_TOKENS:
             break
+    if not num_rows:
+        raise TrainError(
+            f"none of {len(samples):,} training samples has a row that trains: an assistant span of two tokens or more "
+            "behind the first token is needed",
+            "check the loss mask in reports/tokens.json",
+        )
     return torch.cat(parts)

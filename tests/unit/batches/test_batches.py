@@ -1,6 +1,7 @@
 """Order, packing and reading ahead: every training document once an epoch, resumable anywhere."""
 
 import itertools
+import statistics
 import threading
 import time
 
@@ -9,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.batches.loader import READ_AHEAD, BatchLoader
-from eyas.batches.order import BatchOrder, Cursor, pack_order, shuffled
+from eyas.batches.loader import READ_AHEAD, BatchLoader, num_read_threads
+from eyas.batches.order import WINDOW_SHARDS, BatchOrder, Cursor, pack_order, shuffled, shuffled_by_shard
 from eyas.contracts import StoredSample
-from eyas.errors import StoreError
+from eyas.errors import ConfigError, StoreError
 from eyas.shards.reader import StoredStates
 
 
@@ -28,11 +29,17 @@ def stored(index, num_tokens=5, split="train"):
 
 
 class MemoryReader:
-    def __init__(self, samples, broken=()):
-        self.samples, self.broken, self.reads = tuple(samples), set(broken), []
+    """States of nothing; ``delay_s`` of a sample's read, by its number."""
+
+    def __init__(self, samples, broken=(), delay_s=lambda index: 0.0):
+        self.samples, self.broken, self.delay_s, self.reads = tuple(samples), set(broken), delay_s, []
+
+    def shard_of(self, sample_id):
+        return "000/shard-00000.safetensors"
 
     def read(self, sample_id):
         self.reads.append(sample_id)
+        time.sleep(self.delay_s(int(sample_id, 16)))
         if sample_id in self.broken:
             raise StoreError(f"sample {sample_id} is damaged")
         sample = self.samples[int(sample_id, 16)]
@@ -44,6 +51,22 @@ class MemoryReader:
 def take(loader, count):
     with loader:
         return list(itertools.islice(iter(loader), count))
+
+
+def ids_of(batches):
+    return [d.sample.sample_id for b in batches for d in b.documents]
+
+
+def reading_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("eyas-read-ahead")]
+
+
+def within(seconds, work):
+    """Run ``work`` in a thread that must end in time: a deadlock is a failure, not a hanging suite."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), f"not finished after {seconds} s"
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 40))
@@ -68,10 +91,73 @@ def test_the_shuffle_depends_on_seed_and_epoch_but_not_on_the_stored_order():
     assert sorted(first) == ids
 
 
-@given(st.integers(0, 60))
-def test_any_cursor_goes_on_exactly_there(position):
-    """Case 69: the data cursor."""
-    order = BatchOrder([f"{i:016x}" for i in range(23)], [1 + i % 7 for i in range(23)], 9, 3)
+def planned(num_shards, per_shard):
+    """A plan's ids, shard paths and lengths: neighbours of equal length, falling from shard to shard."""
+    ids = [f"{i:016x}" for i in range(num_shards * per_shard)]
+    shards = [f"{i // per_shard // 64:03d}/shard-{i // per_shard:05d}.safetensors" for i in range(len(ids))]
+    return ids, shards, [10 * (num_shards - i // per_shard) for i in range(len(ids))]
+
+
+def windows_of(order, shards, num_windows):
+    """The sets of shards met one after another; fails when a shard is met in two windows."""
+    met = [shards[i] for i in order]
+    first, last = {s: met.index(s) for s in set(met)}, {s: len(met) - met[::-1].index(s) for s in set(met)}
+    edges, end = [], 0
+    for shard in sorted(first, key=lambda s: first[s]):
+        if first[shard] >= end:
+            edges.append(set())
+        edges[-1].add(shard)
+        end = max(end, last[shard])
+    assert len(edges) == num_windows
+    return edges
+
+
+@pytest.mark.parametrize("num_shards", [1, 8, WINDOW_SHARDS])
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_a_set_of_few_shards_is_shuffled_as_a_whole(num_shards, epoch):
+    ids, shards, _ = planned(num_shards, 7)
+    assert shuffled_by_shard(ids, shards, 5, epoch) == shuffled(ids, 5, epoch)
+
+
+@pytest.mark.parametrize("num_shards", [WINDOW_SHARDS + 1, 2 * WINDOW_SHARDS, 100])
+def test_a_large_set_is_read_window_by_window_and_every_window_has_all_lengths(num_shards):
+    """A shard is hot in one window only; the mean length of a window is the set's within 5 %."""
+    ids, shards, lengths = planned(num_shards, 20)
+    order = shuffled_by_shard(ids, shards, 5, 1)
+    assert sorted(order) == list(range(len(ids)))
+    windows = windows_of(order, shards, -(-num_shards // WINDOW_SHARDS))
+    assert all(num_shards // len(windows) <= len(window) <= WINDOW_SHARDS for window in windows)
+    length_of = dict(zip(shards, lengths, strict=True))
+    for window in windows:
+        mean = statistics.mean(length_of[s] for s in window)
+        assert mean == pytest.approx(statistics.mean(lengths), rel=0.05)
+    met = [lengths[i] for i in order]
+    for start in range(0, len(met), 100):  # a hundred documents in a row: no stretch of long or short ones
+        assert statistics.mean(met[start : start + 100]) == pytest.approx(statistics.mean(lengths), rel=0.25)
+
+
+def test_windows_depend_on_seed_and_epoch_but_not_on_the_stored_order():
+    ids, shards, _ = planned(70, 3)
+    first = [ids[i] for i in shuffled_by_shard(ids, shards, 0, 0)]
+    back, shards_back = ids[::-1], shards[::-1]
+    assert first == [back[i] for i in shuffled_by_shard(back, shards_back, 0, 0)]
+    seen = {tuple(sorted(windows_of(shuffled_by_shard(ids, shards, s, e), shards, 3)[0])) for s, e in [(0, 0), (0, 1)]}
+    assert len(seen) == 2
+    assert first != [ids[i] for i in shuffled_by_shard(ids, shards, 1, 0)]
+
+
+@given(st.integers(1, 90), st.integers(1, 4), st.integers(0, 9), st.integers(0, 3))
+def test_every_document_comes_once_an_epoch_from_any_number_of_shards(num_shards, per_shard, seed, epoch):
+    ids, shards, _ = planned(num_shards, per_shard)
+    order = shuffled_by_shard(ids, shards, seed, epoch)
+    assert sorted(order) == list(range(len(ids)))
+
+
+@given(st.integers(0, 60), st.sampled_from([1, 23]))
+def test_any_cursor_goes_on_exactly_there(position, per_shard):
+    """Case 69: the data cursor, in a set of one window and in one of two."""
+    ids, shards, _ = planned(46 // per_shard, per_shard)
+    order = BatchOrder(ids, shards, [1 + i % 7 for i in range(46)], 9, 3)
     whole = list(itertools.islice(order(Cursor()), position + 5))
     cursor = whole[position - 1][0] if position else Cursor()
     assert list(itertools.islice(order(cursor), 5)) == whole[position:]
@@ -88,27 +174,87 @@ def test_an_epoch_reads_every_training_document_once():
     reader = MemoryReader([stored(i, num_tokens=1 + i % 4) for i in range(20)])
     loader = BatchLoader(reader, 7, 5)
     batches = take(loader, loader.batches_per_epoch())
-    assert sorted(d.sample.sample_id for b in batches for d in b.documents) == [s.sample_id for s in reader.samples]
+    assert sorted(ids_of(batches)) == [s.sample_id for s in reader.samples]
     assert batches[-1].after == Cursor(1, 0)
 
 
-def test_reading_ahead_is_bounded_and_ends_with_the_context():
-    """Case 72: memory is bounded by the batches in flight, not by the set."""
+@pytest.mark.parametrize("num_threads", [1, 8])
+def test_reading_ahead_is_bounded_and_ends_with_the_context(monkeypatch, num_threads):
+    """Case 72: memory is bounded by the batches in flight, not by the set nor by the threads."""
+    monkeypatch.setenv("EYAS_READ_THREADS", str(num_threads))
     reader = MemoryReader([stored(i) for i in range(100)])
     with BatchLoader(reader, 5, 0) as loader:
-        next(iter(loader))
-        deadline = time.monotonic() + 5
-        while len(reader.reads) < READ_AHEAD + 1 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.1)
-        assert len(reader.reads) <= READ_AHEAD + 2
-    assert not [t for t in threading.enumerate() if t.name == "eyas-read-ahead"]
+        batches = iter(loader)
+        for taken in (1, 2):
+            next(batches)
+            deadline = time.monotonic() + 5
+            while len(reader.reads) < READ_AHEAD + taken and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.1)
+            assert len(reader.reads) == READ_AHEAD + taken
+        assert reading_threads()
+    assert not reading_threads()
 
 
-def test_a_damaged_sample_stops_the_consumer_with_its_own_error():
-    reader = MemoryReader([stored(i) for i in range(6)], broken=[stored(4).sample_id])
-    with pytest.raises(StoreError, match=stored(4).sample_id):
-        take(BatchLoader(reader, 5, 0), 6)
+@pytest.mark.parametrize("num_threads", [1, 2, 8])
+def test_documents_come_in_order_however_long_each_takes(monkeypatch, num_threads):
+    """The same batches and cursors for any number of threads; later documents finish first."""
+    samples = [stored(i, num_tokens=1 + i % 3) for i in range(40)]
+    expected = BatchOrder([s.sample_id for s in samples], ["s"] * 40, [s.num_tokens for s in samples], 6, 2)
+    wanted = list(itertools.islice(expected(Cursor()), 12))
+    place = {i: n for n, i in enumerate(i for _, indices in wanted for i in indices)}
+    monkeypatch.setenv("EYAS_READ_THREADS", str(num_threads))
+    reader = MemoryReader(samples, delay_s=lambda i: 0.004 * ((7 * place.get(i, 0)) % 5))
+    batches = take(BatchLoader(reader, 6, 2), 12)
+    assert ids_of(batches) == [samples[i].sample_id for _, indices in wanted for i in indices]
+    assert [b.after for b in batches] == [after for after, _ in wanted]
+
+
+def test_documents_are_read_side_by_side(monkeypatch):
+    """Four threads meet inside ``read``: one after another they would wait for each other in vain."""
+    monkeypatch.setenv("EYAS_READ_THREADS", "4")
+    meeting = threading.Barrier(4, timeout=20)
+    reader = MemoryReader([stored(i) for i in range(4)], delay_s=lambda i: meeting.wait() * 0)
+    assert len(take(BatchLoader(reader, 20, 0), 1)[0].documents) == 4
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_a_damaged_sample_stops_the_consumer_at_its_place_with_its_own_error(monkeypatch, num_threads):
+    """Two are damaged and the later one is read at once: the batches before come whole, then the first error."""
+    monkeypatch.setenv("EYAS_READ_THREADS", str(num_threads))
+    samples = [stored(i) for i in range(12)]
+    order = shuffled([s.sample_id for s in samples], 0, 0)
+    first, second = order[5], order[6]
+    broken = [samples[first].sample_id, samples[second].sample_id]
+    reader = MemoryReader(samples, broken, delay_s=lambda i: 0.1 if i == first else 0.0)
+    found = []
+
+    def consume():
+        with BatchLoader(reader, 10, 0) as loader:
+            for batch in loader:
+                found.append(batch)
+
+    with pytest.raises(StoreError, match=samples[first].sample_id):
+        consume()
+    assert ids_of(found) == [samples[i].sample_id for i in order[:4]]
+    assert not reading_threads()
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+@pytest.mark.parametrize("num_threads", [1, 8])
+def test_a_consumer_that_stops_early_leaves_no_thread_and_no_deadlock(monkeypatch, taken, num_threads):
+    monkeypatch.setenv("EYAS_READ_THREADS", str(num_threads))
+    reader = MemoryReader([stored(i) for i in range(200)], delay_s=lambda i: 0.002)
+    within(20, lambda: take(BatchLoader(reader, 40, 0), taken))
+    assert not reading_threads()
+    assert len(reader.reads) <= 8 * (taken + READ_AHEAD)
+
+
+@pytest.mark.parametrize("value", ["0", "many", "-1", "1.5"])
+def test_a_number_of_threads_that_is_none_is_a_user_error(monkeypatch, value):
+    monkeypatch.setenv("EYAS_READ_THREADS", value)
+    with pytest.raises(ConfigError, match="EYAS_READ_THREADS"):
+        num_read_threads()
 
 
 def test_a_hundred_thousand_samples_start_within_seconds():

@@ -301,6 +301,39 @@ def test_a_pack_without_a_trained_row_gives_no_nan():
     assert draft_tokens(drafter, pack).shape == (0, 2)
 
 
+def test_the_loss_reads_the_states_of_teachers_alone():
+    """Every other row of ``last`` is NaN. 64 tokens and 44 rows leave no padding behind them, and 43 teachers are
+    filled up to 44. Rows that lie one off give a gradient that is not finite.
+    """
+    drafter = make_drafter()
+    documents = make_documents([[0] * 9 + [1] * 20 + [0] * 3, [1] * 14 + [0] * 4 + [1] * 14])
+    teacher_WD = head_of(drafter)[torch.arange(20) + D2T_W]
+
+    def gradients(last_of):
+        whole = []
+        for ids, mask, aux, last in documents:
+            in_vocab_T = torch.arange(len(mask)) != 22  # a teacher of the second document's second span
+            in_vocab_T |= len(whole) == 0
+            whole.append(Document(ids, mask, aux, last_of(mask, last), in_vocab_T))
+        pack = pack_documents(whole, 3, multiple=4)
+        assert (len(pack.ids_T), len(pack.rows_R), int(pack.rows_R.max())) == (64, 44, 61)
+        drafter.zero_grad()
+        total, report = ttt_loss(drafter, pack, teacher_WD, 0.8)
+        total.backward()
+        return report.losses_S, [p.grad for p in drafter.parameters() if p.grad is not None]
+
+    def hollow(mask, last):
+        is_teacher_T = torch.tensor([p > 0 and int(mask[p : p + 2].sum()) == 2 for p in range(len(mask))])
+        return last.masked_fill(~is_teacher_T[:, None], float("nan"))
+
+    expected_losses_S, expected = gradients(lambda mask, last: last)
+    losses_S, found = gradients(hollow)
+    assert torch.equal(losses_S, expected_losses_S)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    losses_S, found = gradients(lambda mask, last: hollow(mask, last).roll(1, 0))
+    assert not any(bool(gradient.isfinite().all()) for gradient in found)
+
+
 def test_kl_and_gradient_are_float32_when_products_are_bfloat16():
     """Case 67: p and q closer than bf16 can tell. All inputs are bf16 numbers, so the products are exact."""
     generator = torch.Generator().manual_seed(0)

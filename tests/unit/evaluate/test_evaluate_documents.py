@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from eyas.contracts import StoredSample
+from eyas.errors import StoreError
 from eyas.evaluate.documents import UNKNOWN, target_argmax, walk_document
 from eyas.evaluate.summary import alpha, summarise, tau
+from eyas.shards.reader import StoredStates
 
 V, CHAIN = 50, 3
 IDS = np.array([7, 3, 11, 4, 9, 21, 8, 30, 2, 17, 5, 40], dtype=np.int64)
@@ -30,16 +34,37 @@ def argmax_of(ids: np.ndarray = IDS) -> np.ndarray:
     return np.where(MASK.astype(bool), ids, UNKNOWN)
 
 
-def test_target_argmax_comes_from_the_row_before() -> None:
+@pytest.mark.parametrize(
+    ("mask", "judged"),
+    [
+        ([0, 0, 1, 1, 1, 0], [3, 4]),
+        ([1, 1, 1, 0, 1, 1], [2, 5]),
+        ([0, 1, 0, 1, 0, 0], []),
+        ([0, 0, 0, 0, 1, 1], [5]),
+    ],
+    ids=["one span", "a span that opens the document", "spans of one token", "to the end"],
+)
+def test_target_argmax_comes_from_the_row_before(mask: list[int], judged: list[int]) -> None:
+    """Of every token but the first of its span: that one comes from the prefill. No other row is read."""
     head_VD = torch.randn(V, 6, generator=torch.Generator().manual_seed(0))
-    last_TD = head_VD[torch.tensor([1, 2, 3, 4])] * 50
+    last_TD = head_VD[torch.tensor([1, 2, 3, 4, 5, 6])] * 50
     best = (last_TD @ head_VD.T).argmax(-1).tolist()
-    assert target_argmax(last_TD, head_VD, np.array([True, True, False, True])).tolist() == [
-        UNKNOWN,
-        best[0],
-        UNKNOWN,
-        best[2],
-    ]
+    has_last_T = torch.tensor([t + 1 in judged for t in range(6)])
+    states = StoredStates(
+        dataclasses.replace(sample(), num_tokens=6),
+        torch.zeros(6, dtype=torch.int32),
+        torch.tensor(mask, dtype=torch.uint8),
+        last_TD[:, None],
+        last_TD.masked_fill(~has_last_T[:, None], float("nan")),
+        6,
+        has_last_T,
+    )
+    expected = [best[t - 1] if t in judged else UNKNOWN for t in range(6)]
+    assert target_argmax(states, head_VD).tolist() == expected
+    if judged:
+        gone = dataclasses.replace(states, has_last_T=torch.zeros(6, dtype=torch.bool))
+        with pytest.raises(StoreError, match=f"sample s: row {judged[0] - 1} of last is not stored"):
+            target_argmax(gone, head_VD)
 
 
 def test_right_drafts_are_all_accepted() -> None:

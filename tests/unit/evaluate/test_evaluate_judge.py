@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ from eyas.drafter.model import Drafter
 from eyas.drafter.rows import Document, pack_documents
 from eyas.drafter.ttt import unroll
 from eyas.errors import EvaluateError
-from eyas.evaluate.judge import judge, read_prompts
+from eyas.evaluate import judge as judge_module
+from eyas.evaluate.documents import target_argmax
+from eyas.evaluate.judge import judge, read_prompts, walk_group
 from eyas.evaluate.report import held_out
 from eyas.plan.build import build_plan
 from eyas.shards.codecs import make_codec
@@ -68,6 +71,11 @@ def greedy_sample(model: LlamaForCausalLM, index: int, source: str, split: str) 
 
 @pytest.fixture(scope="module")
 def reader(model, tmp_path_factory) -> ShardReader:
+    return store(model, tmp_path_factory.mktemp("states"), "raw", "all")
+
+
+def store(model: LlamaForCausalLM, folder: Path, codec: str, last_rows: str) -> ShardReader:
+    """States of greedy texts of the tiny target in real shards."""
     kinds = [("chatterbot", "train")] * 2 + [("chatterbot", "held_out")] * 7 + [("human_eval", "held_out")] * 2
     tokens = {s.sample_id: s for s in (greedy_sample(model, i, *kind) for i, kind in enumerate(kinds))}
     capture = CaptureIdentity(
@@ -76,7 +84,8 @@ def reader(model, tmp_path_factory) -> ShardReader:
         boundaries=BOUNDARIES,
         final_hidden="post_norm",
         dtype="bfloat16",
-        codec="raw",
+        codec=codec,
+        last_rows=last_rows,
         engine="hf",
         engine_version="1",
         engine_options={},
@@ -85,7 +94,6 @@ def reader(model, tmp_path_factory) -> ShardReader:
         batch_tokens=64,
         revision=1,
     )
-    folder = tmp_path_factory.mktemp("states")
     plan = build_plan([(s.sample_id, len(s.input_ids)) for s in tokens.values()], capture, D)
     entries = []
     encoder = Encoder(make_codec(capture.codec))
@@ -252,6 +260,29 @@ def test_report_is_equal_to_the_byte_when_made_again(reader, model, drafters, ju
     for figures in report.sets.values():
         assert figures.tau_low <= figures.tau <= figures.tau_high
         assert figures.coverage > 0.9, "greedy text, up to the rounding of stored states"
+
+
+def test_trained_rows_alone_give_the_same_report(reader, model, drafters, judged, tmp_path) -> None:
+    """Rows that no training reads decide nothing here either: only the names of capture and checkpoint differ."""
+    some = store(model, tmp_path, "blosc2", "trained")
+    stored = [some.read(s.sample_id) for s in some.samples]
+    assert not any(bool(s.has_last_T.all()) or s.num_aux_rows == s.sample.num_tokens for s in stored)
+    report, facts = run(some, model, drafters)
+    named = {"capture_identity": judged[0].capture_identity, "drafter": judged[0].drafter}
+    assert canonical_json(dataclasses.replace(report, **named)) == canonical_json(judged[0])
+    assert facts["rounds"] == judged[1]["rounds"]
+
+
+def test_packs_filled_up_walk_the_same(reader, model, drafters, monkeypatch) -> None:
+    """Rows that fill up lie behind the documents: no document sees one, and none takes a document's place."""
+    stored = [reader.read(s.sample_id) for s in reader.samples if s.split == "held_out"]
+    argmaxes = [target_argmax(s, model.get_output_embeddings().weight) for s in stored]
+    walked = {}
+    for multiple in (1, 64):
+        monkeypatch.setattr(judge_module, "FILL_MULTIPLE", multiple)
+        walked[multiple] = walk_group(drafters[0], stored, argmaxes, CHAIN)
+    assert sum(d.num_emitted for d in walked[1]) == sum(d.num_tokens for d in walked[1]) > 0
+    assert walked[64] == walked[1]
 
 
 def test_decode_prompts_limits_each_set(reader, model, drafters) -> None:

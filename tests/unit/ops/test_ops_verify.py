@@ -22,7 +22,7 @@ from eyas.contracts import (
 )
 from eyas.engines.loop import ExtractLimits, extract
 from eyas.engines.registry import make_engine
-from eyas.ops.verify import verify_all
+from eyas.ops.verify import verified_text, verify_all
 from eyas.plan.build import build_plan
 from eyas.target.store import target_dir
 from eyas.tokens.dataset import make_sample, tokens_sha256, write_tokens
@@ -148,11 +148,14 @@ def _write_models(target: TargetIdentity, identity: str) -> None:
 
 
 def states_of(root: Path) -> dict[str, str]:
-    return {result.artifact.rsplit("/", 1)[-1]: result.state for result in verify_all(root)}
+    return {result.artifact.rsplit("/", 1)[-1]: result.state for result in verify_all(root).artifacts}
 
 
 def test_whole_run_is_whole(finished: Path) -> None:
-    assert verify_all(finished) == [dataclasses.replace(r, state="whole", note="") for r in verify_all(finished)]
+    verified = verify_all(finished)
+    assert not verified.is_damaged
+    assert {(result.state, result.note) for result in verified.artifacts} == {("whole", "")}
+    assert "belong to no model" in verified_text(verified)
     assert tuple(states_of(finished)) == STAGES
 
 
@@ -187,7 +190,7 @@ def test_one_flipped_bit_is_found_and_nothing_else_is_blamed(finished: Path, pat
 def test_missing_and_cut_files_are_named(finished: Path) -> None:
     (finished / "models/drafter/drafter.safetensors").unlink()
     (finished / "models/export/sglang/model.safetensors").write_bytes(b"exp")
-    notes = {result.artifact: result.note for result in verify_all(finished)}
+    notes = {result.artifact: result.note for result in verify_all(finished).artifacts}
     assert notes["models/drafter/checkpoint.json"] == "drafter.safetensors is missing"
     assert notes["models/export/export.json"] == "sglang/model.safetensors: 3 bytes, expected 6"
 
@@ -204,5 +207,5 @@ def test_artifacts_of_two_runs_do_not_pass_together(finished: Path) -> None:
 def test_account_of_the_plan_is_checked(finished: Path) -> None:
     path = finished / "data/plan.json"
     path.write_text(path.read_text().replace('"num_samples":28', '"num_samples":29'))
-    notes = {result.artifact: result.note for result in verify_all(finished)}
+    notes = {result.artifact: result.note for result in verify_all(finished).artifacts}
     assert "num_samples 29, but its shards sum to 28" in notes["data/plan.json"]

@@ -145,8 +145,8 @@ def test_a_shard_of_another_capture_is_refused_with_both_identities(stored, tmp_
     """Case 35: one parameter of the capture differs."""
     folder, manifest, tokens, _, states = stored
     other_plan = make_plan(tokens, make_capture(shard_bytes=14 * 64, revision=2), HIDDEN_SIZE)
-    other = store(tmp_path_factory.mktemp("other"), other_plan, tokens, states)
-    other_folder = tmp_path_factory.getbasetemp() / "other0"
+    other_folder = tmp_path_factory.mktemp("other")
+    other = store(other_folder, other_plan, tokens, states)
     (folder / other.shards[1].path).write_bytes((other_folder / other.shards[1].path).read_bytes())
     with pytest.raises(StoreError) as caught:
         ShardReader(folder, manifest)
@@ -204,7 +204,7 @@ def test_values_that_no_target_gives_are_named_with_stream_and_position(tmp_path
     assert problems.keys() == {nan, inf, zero}
     assert "aux boundary 31: nan at token 4, channel 5" in problems[nan]
     assert "last: -inf at token 2, channel 7" in problems[inf]
-    assert "aux boundary 59: all 6 rows are zero" in problems[zero]
+    assert "aux boundary 59: 6 of 6 rows are zero, the first is token 0" in problems[zero]
     assert all(problem.startswith("000/shard-00000.safetensors: sample") for problem in problems.values())
 
 

@@ -190,8 +190,18 @@ def test_a_loss_that_is_not_finite_names_the_step(tmp_path):
 def test_data_without_a_trained_row_is_an_error(tmp_path):
     """Case 70: every sample of every batch invalid."""
     inputs = world.make_inputs(tmp_path, reader=world.MemoryReader(mask_value=0))
-    with pytest.raises(TrainError, match="no batch of a whole epoch"):
+    with pytest.raises(TrainError, match="none of 20 training samples has a row that trains"):
         world.run(tmp_path, inputs)
+
+
+def test_data_whose_teachers_are_all_outside_the_draft_vocab_is_an_error(tmp_path):
+    """Every state is the embedding of an odd token many times over, so its argmax is odd; the vocab holds even ones."""
+    reader, inputs = world.MemoryReader(), world.make_inputs(tmp_path)
+    odd_D = read_ends(tmp_path / "target").embedding_VD[1]
+    for states in reader.states.values():
+        states.last_TD[:] = 100 * odd_D
+    with pytest.raises(TrainError, match="no batch of a whole epoch"):
+        world.run(tmp_path, dataclasses.replace(inputs, reader=reader))
 
 
 def test_batches_without_a_trained_row_are_passed_over(tmp_path):

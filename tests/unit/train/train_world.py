@@ -3,6 +3,7 @@
 python train_world.py FOLDER STEPS    trains in FOLDER (the process that the crash tests kill)
 """
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -20,8 +21,13 @@ from eyas.contracts import (
     ShardManifest,
     StoredSample,
     TargetIdentity,
+    TokenSample,
 )
-from eyas.shards.reader import StoredStates
+from eyas.plan.build import build_plan
+from eyas.shards.codecs import make_codec
+from eyas.shards.encode import Encoder
+from eyas.shards.reader import ShardReader, StoredStates
+from eyas.shards.writer import ShardAssembly
 from eyas.tokens.draft_vocab import DraftVocab
 from eyas.train.run import Inputs, train
 
@@ -59,6 +65,9 @@ class MemoryReader:
     @property
     def samples(self):
         return tuple(s.sample for s in self.states.values())
+
+    def shard_of(self, sample_id):
+        return "000/shard-00000.safetensors"
 
     def read(self, sample_id):
         return self.states[sample_id]
@@ -131,6 +140,45 @@ def make_manifest(identity):
         stored_bytes=1,
         shards=(),
     )
+
+
+def write_shards(folder, reader, codec, last_rows, shard_bytes=8000):
+    """The states of a reader in real shards, a few samples each."""
+    tokens = {
+        sample_id: TokenSample(
+            sample_id=sample_id,
+            conversation_id=states.sample.conversation_id,
+            source=states.sample.source,
+            split=states.sample.split,
+            variant=states.sample.variant,
+            input_ids=tuple(states.input_ids_T.tolist()),
+            loss_mask=tuple(states.loss_mask_T.tolist()),
+        )
+        for sample_id, states in reader.states.items()
+    }
+    manifest = make_manifest(make_identity())
+    capture = dataclasses.replace(manifest.capture, codec=codec, last_rows=last_rows, shard_bytes=shard_bytes)
+    plan = build_plan([(sample_id, len(s.input_ids)) for sample_id, s in tokens.items()], capture, D)
+    entries = []
+    with Encoder(make_codec(codec)) as encoder:
+        for planned in plan.shards:
+            assembly = ShardAssembly(planned, capture, D, tokens, encoder)
+            for sample in planned.samples:
+                states = reader.states[sample.sample_id]
+                assembly.add(sample.sample_id, states.input_ids_T, states.aux_TAD, states.last_TD)
+            entries.append(assembly.write(folder).entry)
+    manifest = dataclasses.replace(
+        manifest,
+        identity=capture.digest,
+        capture=capture,
+        num_planned_samples=plan.num_samples,
+        num_planned_tokens=plan.num_tokens,
+        num_stored_samples=plan.num_samples,
+        num_stored_tokens=plan.num_tokens,
+        stored_bytes=sum(entry.size_bytes for entry in entries),
+        shards=tuple(entries),
+    )
+    return ShardReader(folder, manifest)
 
 
 def make_config(**changes):

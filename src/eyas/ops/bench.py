@@ -1,0 +1,97 @@
+"""``eyas bench``: measure the store on this repository's own states and keep the figures for machines.
+
+One JSON file per bench below ``reports/bench/``. A figure is a ratio within one run wherever that is
+possible; the machine it ran on stands beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from eyas import config, console, fs
+from eyas.contracts import CapturePlan, TargetIdentity
+from eyas.shards.reader import ShardReader
+
+REPORTS = Path("reports/bench")
+SCRATCH = Path(".eyas/bench")
+STORE_BYTES = 4_000_000_000
+"""bf16 bytes that go through the writer."""
+DVC_BYTES = 2_000_000_000
+NUM_KILLS = 200
+NUM_FLIPS = 1000
+CRASH_SAMPLES = 60
+SEED = 0
+
+
+def run(root: Path, name: str) -> dict[str, Any]:
+    """Run one bench and write its report.
+
+    Args:
+        root: The repository; must hold published states.
+        name: ``store``, ``crash`` or ``corruption``.
+
+    Returns:
+        The figures.
+
+    Raises:
+        StoreError: There are no states, or they are not fit for it.
+    """
+    scratch = (root / SCRATCH).resolve()
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    figures = BENCHES[name](root, scratch)
+    shutil.rmtree(scratch, ignore_errors=True)
+    fs.write_text(root / REPORTS / f"{name}.json", json.dumps(figures, indent=2, sort_keys=True) + "\n")
+    return figures
+
+
+def _store(root: Path, scratch: Path) -> dict[str, Any]:
+    from eyas.ops import bench_dvc, bench_int8, bench_store, replay
+    from eyas.target.load import read_ends
+    from eyas.target.store import target_dir
+
+    source = replay.load(root)
+    console.log("bench: the writer and its parts")
+    figures = bench_store.measure(scratch, source, STORE_BYTES)
+    console.log("bench: int8 on the target's distribution")
+    target = fs.read_record(TargetIdentity, root / "models/target.json")
+    reader = ShardReader(root / "data/hidden_states", replay.manifest(root))
+    head_VD = read_ends(root / target_dir(target)).head_VD
+    figures |= bench_int8.measure(reader, fs.read_record(CapturePlan, root / "data/plan.json"), head_VD)
+    console.log("bench: what a commit reads, with and without the handover")
+    return figures | bench_dvc.measure(scratch, DVC_BYTES) | {"machine": config.machine()}
+
+
+def _crash(root: Path, scratch: Path) -> dict[str, Any]:
+    from eyas.ops import bench_crash, replay
+
+    return bench_crash.measure(scratch / "crash", replay.load(root, CRASH_SAMPLES), NUM_KILLS, SEED)
+
+
+def _corruption(root: Path, scratch: Path) -> dict[str, Any]:
+    from eyas.ops import bench_corruption
+
+    return bench_corruption.measure(scratch, SEED, NUM_FLIPS)
+
+
+BENCHES: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
+    "store": _store,
+    "crash": _crash,
+    "corruption": _corruption,
+}
+
+
+def table(name: str, figures: dict[str, Any]) -> str:
+    """The figures for people."""
+    rows = [(key, _shown(value)) for key, value in sorted(figures.items()) if key != "machine"]
+    return console.table(rows, (f"bench {name}", ""))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return ", ".join(f"{k} {_shown(v)}" for k, v in value.items()) if isinstance(value, dict) else str(value)

@@ -1,0 +1,170 @@
+"""Capturing the damaged samples of a shard again, and writing it with the intact ones as they are stored.
+
+Letters: T tokens, A aux streams, D target hidden size, N streams with ``last``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from eyas import console
+from eyas.contracts import CapturePlan, PlannedShard, ShardEntry, ShardManifest, TokenSample
+from eyas.engines.base import Engine
+from eyas.engines.checks import check_captured
+from eyas.errors import CaptureError, StoreError
+from eyas.rows import stored_rows
+from eyas.shards.codecs import make_codec, tensor_bytes
+from eyas.shards.encode import EncodedSample, Encoder
+from eyas.shards.format import (
+    CALIBRATION,
+    KINDS,
+    STATE_KINDS,
+    ShardHeader,
+    block_name,
+    checksum,
+    shard_facts,
+)
+from eyas.shards.reader import open_entry, open_shard, read_encoded
+from eyas.shards.verify import Finding
+from eyas.shards.writer import stored_sample, token_blocks, write_shard
+
+
+class Recapture:
+    """Writes damaged shards anew below a staging folder.
+
+    Args:
+        states: The states folder with the damaged files.
+        staging: Where the new ones go, under the same paths.
+        manifest: Of the set.
+        plan: Of the set; None when it is not at hand, which the first shard refuses.
+        tokens: The token dataset by sample id.
+        open_engine: Gives the open engine; called when there is something to capture.
+    """
+
+    def __init__(
+        self,
+        states: Path,
+        staging: Path,
+        manifest: ShardManifest,
+        plan: CapturePlan | None,
+        tokens: Mapping[str, TokenSample],
+        open_engine: Callable[[], Engine],
+    ) -> None:
+        self._states, self._staging, self._manifest, self._plan = states, staging, manifest, plan
+        self._tokens, self._open_engine = tokens, open_engine
+        self._failed = {sample.sample_id for sample in manifest.failed}
+
+    def shard(self, entry: ShardEntry, damage: Sequence[Finding]) -> tuple[ShardEntry, int]:
+        """Write one shard; gives its entry and the number of samples that were captured.
+
+        When keeping the samples that no finding names does not give the manifest's hash, all are captured.
+
+        Raises:
+            StoreError: The shard cannot be captured again here.
+            CaptureError: The engine gave no usable states of a sample.
+        """
+        planned = self._planned(entry)
+        stored = [s.sample_id for s in planned.samples if s.sample_id not in self._failed]
+        named = {finding.sample_id for finding in damage if finding.sample_id} & set(stored)
+        header = self._usable_header(entry, stored) if named else None
+        bad = named if header is not None else set(stored)
+        written = self._write(planned, header, bad)
+        if written.md5 != entry.md5 and len(bad) < len(stored):
+            console.log(f"repair: {entry.path}: samples that were not named differ too; all are captured again")
+            bad = set(stored)
+            written = self._write(planned, None, bad)
+        return written, len(bad)
+
+    def _planned(self, entry: ShardEntry) -> PlannedShard:
+        if self._manifest.schema_version == 1:
+            raise StoreError(
+                f"{entry.path} is of format version 1, which is read and no longer written",
+                "`dvc fetch` and `make repair` when a remote has it; otherwise extract anew",
+            )
+        if self._plan is None:
+            raise StoreError(
+                f"data/plan.json is not the plan of the states {self._manifest.identity}: the batches of {entry.path} "
+                "are unknown",
+                "`dvc checkout data/plan.json` at the commit that extracted them",
+            )
+        return next(shard for shard in self._plan.shards if shard.path == entry.path)
+
+    def _usable_header(self, entry: ShardEntry, stored: Sequence[str]) -> ShardHeader | None:
+        """The damaged file's header, when it is whole and lists what was planned."""
+        try:
+            header = open_entry(self._states, entry, self._manifest)
+        except StoreError:
+            return None
+        return header if [sample.sample_id for sample in header.samples] == list(stored) else None
+
+    def _write(self, planned: PlannedShard, header: ShardHeader | None, bad: set[str]) -> ShardEntry:
+        capture = self._manifest.capture
+        samples = [self._tokens[s.sample_id] for s in planned.samples if s.sample_id not in self._failed]
+        calibration_ND = self._calibration()
+        blocks: dict[str, Sequence[memoryview]] = {}
+        if calibration_ND is not None:
+            blocks[CALIBRATION] = [tensor_bytes(calibration_ND)]
+        rows = []
+        with Encoder(make_codec(capture.codec, calibration_ND)) as encoder:
+            captured = self._capture(planned, bad, encoder)
+            for i, sample in enumerate(samples):
+                if sample.sample_id in captured:
+                    encoded = captured[sample.sample_id]
+                    found = token_blocks(sample) | {kind: encoded.block(kind) for kind in STATE_KINDS}
+                    rows.append(encoded.rows.counts)
+                else:
+                    assert header is not None
+                    found = self._stored_blocks(header, i)
+                    rows.append(header.rows[i])
+                blocks |= {block_name(i, kind): pieces for kind, pieces in found.items()}
+        facts = shard_facts(capture, planned.path, self._manifest.hidden_size)
+        return write_shard(self._staging, facts, [stored_sample(s) for s in samples], rows, blocks)
+
+    def _stored_blocks(self, header: ShardHeader, index: int) -> dict[str, list[memoryview]]:
+        """An intact sample's blocks, byte by byte as they are stored."""
+        shard = header.facts.shard
+        with open_shard(self._states / shard, shard) as fd:
+            return {kind: [tensor_bytes(read_encoded(fd.number, header, index, kind))] for kind in KINDS}
+
+    def _capture(self, planned: PlannedShard, bad: set[str], encoder: Encoder) -> dict[str, EncodedSample]:
+        """Run the planned batches that hold damaged samples, whole, so that the numerics are those of before."""
+        capture = self._manifest.capture
+        encoded: dict[str, EncodedSample] = {}
+        for batch in planned.batches:
+            if not bad & {sample.sample_id for sample in batch}:
+                continue
+            samples = [self._tokens[sample.sample_id] for sample in batch]
+            for captured in self._open_engine().capture(samples):
+                if captured.sample_id not in bad:
+                    continue
+                sample = self._tokens[captured.sample_id]
+                check_captured(captured, sample, len(capture.boundaries), self._manifest.hidden_size)
+                rows = stored_rows(sample.loss_mask, capture.last_rows)
+                encoded[captured.sample_id] = encoder.encode(captured.aux_TAD, captured.last_TD, rows)
+        lost = sorted(bad - encoded.keys())
+        if lost:
+            raise CaptureError(
+                f"{planned.path}: the engine gave no states of sample {lost[0]} ({len(lost)} such)",
+                "the messages above say why; the damaged file is still in place",
+            )
+        return encoded
+
+    def _calibration(self) -> torch.Tensor | None:
+        """The set's channel scales [N, D] from the first shard that has them whole; None for codecs without."""
+        for entry in self._manifest.shards:
+            try:
+                header = open_entry(self._states, entry, self._manifest)
+            except StoreError:
+                continue
+            block = header.blocks.get(CALIBRATION)
+            if block is None:
+                return None
+            with open_shard(self._states / entry.path, entry.path) as fd:
+                data = os.pread(fd.number, block.end - block.begin, header.data_start + block.begin)
+            if checksum(data) == header.checksums[CALIBRATION]:
+                return torch.frombuffer(bytearray(data), dtype=torch.float32).view(block.shape)
+        return None
