@@ -109,7 +109,9 @@ def test_a_flipped_bit_in_the_scales_is_found_by_whoever_reads(case):
     reader = ShardReader(case.out, manifest)
     with pytest.raises(StoreError, match="calibration: checksum"):
         reader.read(header.samples[0].sample_id)
-    assert any("md5" in finding.problem for finding in verify(case.out, manifest, case.tokens))
+    path_of_shard = manifest.shards[0].path
+    [finding] = verify(case.out, manifest, case.tokens)
+    assert (finding.shard, "calibration: checksum" in finding.problem) == (path_of_shard, True)
 
 
 @pytest.mark.parametrize("num_calls", [0, 1, 39, 40, 41, 45, 50])
