@@ -46,7 +46,6 @@ SETS: tuple[tuple[str, LastRows], ...] = (("raw", "all"), ("blosc2", "all"), ("b
 NUM_SHARDS = 6
 PAIRS_PER_SHARD = 2
 TRUNCATE_EVERY_BYTES = 4096
-VISIBLE_TO_NO_READER = ("swapped_samples_rewritten", "shifted_rows_rewritten")
 Counts = dict[str, dict[str, int]]
 Edit = Callable[[StoredStates], StoredStates]
 

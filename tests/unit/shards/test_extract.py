@@ -215,6 +215,16 @@ def test_published_states_of_another_capture_are_refused_and_left_alone(case, tm
     assert case.hashes() == before
 
 
+def test_a_manifest_of_another_capture_without_its_states_is_refused(case):
+    """Case 35: it is the only record of what DVC's cache may hold."""
+    case.extract()
+    case.out.rename(case.root / "elsewhere")
+    before = case.manifest_path.read_bytes()
+    with pytest.raises(StoreError, match=case.plan.identity):
+        Case(case.root, revision=2).extract()
+    assert case.manifest_path.read_bytes() == before
+
+
 def test_a_shard_that_the_plan_does_not_name_is_refused(case):
     """Case 42: an eleventh file in a kept folder of ten."""
     case.extract()
