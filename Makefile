@@ -13,6 +13,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Arguments of pip for torch alone, for example `--index-url <index of CPU builds>`.
 TORCH_PIP_ARGS ?=
+# Anything but empty lets the guard go on although finished hidden states would be deleted.
+FORCE ?=
 # Arguments of pytest or of verify, for example `ARGS='-k walk'`.
 ARGS ?=
 
@@ -24,6 +26,13 @@ PIP_LOCKED := $(PIP) --require-hashes --no-deps --use-pep517 --no-build-isolatio
 UV_COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-header --no-annotate --no-emit-index-url --no-emit-package torch
 PIPELINE := fetch ingest respond tokenize plan extract train evaluate export report
+# Stages that run `extract` when it is out of date. What could wipe hidden states passes the guard.
+GUARDED := extract train evaluate export report
+GUARD := eyas guard $(if $(FORCE),--force)
+# DVC's state lies with the repository, for a hand-run dvc as well; a moved repository gets its new path.
+SITE_CACHE := $(CURDIR)/.dvc/tmp/site
+STATE_HERE = @grep -qsF 'site_cache_dir = $(SITE_CACHE)' .dvc/config.local || \
+	dvc config -q --local core.site_cache_dir '$(SITE_CACHE)'
 option = $(if $(value $(2)),--$(1) '$($(2))')
 CHOICES := $(foreach group,TARGET DATA MACHINE DRAFTER,$(if $(value $(group)),$(group)=$(value $(group))))
 
@@ -44,7 +53,8 @@ setup: $(READY) ## Make .venv from the hash-locked packages; again only when a l
 params: $(READY) ## Compose presets into params.yaml: TARGET= DATA= MACHINE= DRAFTER=
 	eyas params $(CHOICES)
 repro: $(READY) ## Run whatever is out of date, from the conversations to the report
-	dvc repro
+	$(STATE_HERE)
+	$(GUARD) dvc repro
 	@eyas summary
 smoke: $(READY) ## The same pipeline at small size in .eyas/smoke, about three minutes
 	eyas smoke
@@ -62,11 +72,16 @@ train: $(READY) ## The drafter
 evaluate: $(READY) ## Acceptance length, offline and in real decoding
 export: $(READY) ## The drafter for SGLang and vLLM
 report: $(READY) ## reports/index.html
-$(PIPELINE):
+$(GUARDED):
+	$(STATE_HERE)
+	$(GUARD) dvc repro $@
+$(filter-out $(GUARDED),$(PIPELINE)):
+	$(STATE_HERE)
 	dvc repro $@
 
 ##@ Look
 status: $(READY) ## Which stages are out of date, and why
+	$(STATE_HERE)
 	dvc status
 summary: $(READY) ## The last results in one table
 	@eyas summary

@@ -35,6 +35,12 @@ def _parser() -> argparse.ArgumentParser:
         help="TARGET, DATA, MACHINE or DRAFTER, and a file below conf/GROUP; a group left out takes its default",
     )
     _add(commands, "doctor", _doctor, "what this machine has, lacks and what to do about it")
+    guard = _add(commands, "guard", _guard, "look at the hidden states before a command of DVC's could wipe them")
+    guard.add_argument("--force", action="store_true", help="go on although finished states would be deleted")
+    guard.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="then run this, for example dvc repro train"
+    )
+    _add(commands, "settle", _settle, "remove what an extraction kept beside its published states, once DVC has them")
     verify = _add(commands, "verify", _verify, "read every artifact again; states also against tokens and target")
     verify.add_argument("--share", type=float, default=1.0, help="read this share of the shards (default: all)")
     verify.add_argument("--max-mb-per-s", type=float, default=0.0, help="read no faster (default: no limit)")
@@ -134,6 +140,23 @@ def _bench(arguments: argparse.Namespace) -> int:
 
     figures = run(Path(), arguments.name)
     console.emit(canonical_json(figures) if arguments.json else table(arguments.name, figures))
+    return 0
+
+
+def _guard(arguments: argparse.Namespace) -> int:
+    from eyas.ops.guard import run
+
+    return run(Path(), arguments.command, force=arguments.force)
+
+
+def _settle(arguments: argparse.Namespace) -> int:
+    from eyas.ops.guard import settle
+
+    identities = settle(Path())
+    if arguments.json:
+        console.emit(canonical_json(identities))
+    else:
+        console.emit("\n".join(f"settled: {identity}" for identity in identities) or "nothing to settle")
     return 0
 
 

@@ -20,7 +20,7 @@ from typing import Literal
 from eyas import console, fs
 from eyas.errors import DiskError
 from eyas.plan.budget import HARDLINK_FIX, peak_copies
-from eyas.plan.cache import cache_dir, cache_types, check_links
+from eyas.plan.cache import SITE_CACHE, cache_dir, cache_types, check_links, site_cache_dir
 
 MINIMUM_FREE_BYTES = 5_000_000_000
 MINIMUM_MEMORY_BYTES = 4 << 30
@@ -50,6 +50,7 @@ def examine(root: Path) -> list[Finding]:
         _memory(),
         _disk(root),
         hardlinks(root),
+        dvc_state(root),
         _program("git", "--version", "apt-get install git"),
         _repository(root),
         _program("make", "--version", "apt-get install make"),
@@ -146,6 +147,25 @@ def hardlinks(root: Path) -> Finding:
         text = f"cache.type {','.join(types)} copies: every artifact lies on the disk twice"
         return Finding(name, "problem", text, HARDLINK_FIX)
     return Finding(name, "found", os.fspath(cache_dir(root)))
+
+
+def dvc_state(root: Path) -> Finding:
+    """Whether DVC keeps its state, by which it knows files without hashing them, on the repository's volume."""
+    name, folder = "DVC's state", site_cache_dir(root)
+    hint = f"dvc config --local core.site_cache_dir {root.resolve() / SITE_CACHE}"
+    if not (root / ".dvc").is_dir():
+        return Finding(name, "not found", "no DVC repository here")
+    if folder is None:
+        return Finding(
+            name, "problem", "in DVC's own place, outside the repository: another machine hashes all anew", hint
+        )
+    if not folder.is_absolute():
+        return Finding(name, "problem", f"{folder} is relative: each working folder has its own", hint)
+    if fs.device(folder) != fs.device(root):
+        return Finding(name, "problem", f"{folder} is on another volume than {root.resolve()}", hint)
+    if folder.parts[-3:] == SITE_CACHE.parts and folder != root.resolve() / SITE_CACHE:
+        return Finding(name, "problem", f"{folder} is of the place where this repository was before", hint)
+    return Finding(name, "found", os.fspath(folder))
 
 
 def _program(name: str, flag: str, hint: str) -> Finding:

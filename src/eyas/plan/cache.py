@@ -1,25 +1,33 @@
-"""How DVC is set to keep its cache, read from ``.dvc/config`` alone: no DVC import, a millisecond.
+"""What DVC's own files say, read without importing DVC: settings, the cache's objects, ``dvc.lock``.
 
 A terabyte is committed by linking it. That needs ``hardlink`` first in ``cache.type`` and the cache on the
-workspace's own mount; both are asked before an engine starts.
+workspace's own mount; both are asked before an engine starts. DVC's state, which spares hashing it again, belongs
+on that volume too: elsewhere a container or another machine does not find it.
 """
 
 from __future__ import annotations
 
 import configparser
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from eyas import fs
-from eyas.errors import DiskError
+from eyas.errors import DiskError, StoreError
+
+SITE_CACHE = Path(".dvc/tmp/site")
+"""Where ``make`` lets DVC keep its state: with the repository, out of git, gone only with ``.dvc/tmp``."""
+MOUNTS = Path("/proc/self/mountinfo")
 
 
-def _settings(root: Path) -> dict[str, str]:
+def _settings(root: Path, section: str) -> dict[str, str]:
     settings: dict[str, str] = {}
     for name in ("config", "config.local"):
-        parser = configparser.ConfigParser()
+        parser = configparser.ConfigParser(interpolation=None)
         parser.read(root / ".dvc" / name)
-        if parser.has_section("cache"):
-            settings.update(parser["cache"])
+        if parser.has_section(section):
+            settings.update(parser[section])
     return {key: value.strip("\"'") for key, value in settings.items()}
 
 
@@ -27,14 +35,64 @@ def cache_types(root: Path) -> tuple[str, ...]:
     """DVC's ``cache.type`` in order; empty without a DVC repository, DVC's own default without a setting."""
     if not (root / ".dvc").is_dir():
         return ()
-    named = _settings(root).get("type", "reflink,copy")
+    named = _settings(root, "cache").get("type", "reflink,copy")
     return tuple(kind.strip() for kind in named.split(","))
 
 
 def cache_dir(root: Path) -> Path:
     """DVC's cache folder."""
-    folder = Path(_settings(root).get("dir", "cache"))
+    folder = Path(_settings(root, "cache").get("dir", "cache"))
     return folder if folder.is_absolute() else root / ".dvc" / folder
+
+
+def object_finder(root: Path) -> Callable[[str], str]:
+    """Where DVC's cache keeps the file or folder of a hash; made once and asked 80,000 times."""
+    folder = f"{cache_dir(root)}/files/md5/"
+    return lambda md5: f"{folder}{md5[:2]}/{md5[2:]}"
+
+
+def cache_object(root: Path, md5: str) -> Path:
+    """Where DVC's cache keeps one file or folder."""
+    return Path(object_finder(root)(md5))
+
+
+def site_cache_dir(root: Path) -> Path | None:
+    """Where DVC keeps its state, as set for this repository; None when it is DVC's own place."""
+    named = os.environ.get("DVC_SITE_CACHE_DIR") or _settings(root, "core").get("site_cache_dir")
+    return Path(named) if named else None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file as DVC reads it; empty when it is missing.
+
+    Raises:
+        StoreError: It is no YAML mapping.
+    """
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        value = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise StoreError(f"{path} is no YAML: {error}", f"`git diff {path}` shows what was changed") from None
+    if not isinstance(value, dict):
+        raise StoreError(f"{path} holds {type(value).__name__}, expected a mapping", f"git checkout {path}")
+    return value
+
+
+def locked_stage(root: Path, name: str) -> dict[str, Any]:
+    """A stage's entry in ``dvc.lock``; empty when it never finished."""
+    stages = read_yaml(root / "dvc.lock").get("stages")
+    entry = stages.get(name) if isinstance(stages, dict) else None
+    return entry if isinstance(entry, dict) else {}
+
+
+def hashes(entry: dict[str, Any], kind: str) -> dict[str, str]:
+    """Path → md5 of a locked stage's ``deps`` or ``outs``."""
+    listed = entry.get(kind)
+    return {item["path"]: item.get("md5", "") for item in listed} if isinstance(listed, list) else {}
 
 
 def check_links(root: Path) -> None:
@@ -43,9 +101,33 @@ def check_links(root: Path) -> None:
     Raises:
         DiskError: A file of the workspace could not be linked into the cache's folder.
     """
-    if cache_types(root)[:1] == ("hardlink",) and not fs.can_hardlink(root, cache_dir(root)):
-        raise DiskError(
-            f"DVC's cache {cache_dir(root)} cannot hold hardlinks to files of {root.resolve()}: two mounts, or a file "
-            "system without links; a commit would copy every shard",
-            f"keep both on one mount: dvc cache dir --local {root.resolve() / '.dvc' / 'cache'}",
+    cache = cache_dir(root)
+    if cache_types(root)[:1] != ("hardlink",) or fs.can_hardlink(root, cache):
+        return
+    own, other = _mount(root), _mount(cache)
+    if own == other:
+        why = f"{own}: a file system without hardlinks"
+        fix = "keep the repository on a file system with hardlinks (ext4, xfs, NFS, CephFS)"
+    else:
+        why = f"two mounts, {own} and {other}; links do not cross mounts, not even two bind mounts of one file system"
+        fix = (
+            f"keep both on one mount: dvc cache dir --local {root.resolve() / '.dvc' / 'cache'}; "
+            "in a container, mount the folder that holds both once instead of each by itself"
         )
+    raise DiskError(
+        f"DVC's cache {cache} cannot hold hardlinks to files of {root.resolve()}: {why}; a commit would copy every shard",
+        fix,
+    )
+
+
+def _mount(path: Path) -> str:
+    """The mount that holds a path: ``/data (ext4)``; bind mounts have no other mark than this list."""
+    resolved = path.resolve()
+    try:
+        rows = [line.split() for line in MOUNTS.read_text().splitlines()]
+    except OSError:
+        return f"device {resolved.stat().st_dev if resolved.exists() else '?'}"
+    found = [(row[4].replace("\\040", " "), row[row.index("-") + 1]) for row in rows]
+    holding = [(point, kind) for point, kind in found if resolved.is_relative_to(point)]
+    point, kind = max(reversed(holding), key=lambda mount: len(mount[0]), default=("/", "?"))
+    return f"{point} ({kind})"

@@ -2,7 +2,11 @@
 
 ``.eyas/spool/<identity>/`` is no output of DVC, so nothing wipes it. A journal line means: this shard
 was written, hashed, fsynced and renamed before the line was. What a rerun finds otherwise follows the
-rules in ``docs/formats/shards.md``. Publishing is two renames, states first, manifest last.
+rules in ``docs/formats/shards.md``.
+
+Publishing is two renames, states first, manifest last. In a DVC repository the published states are links to those
+of the spool, which stays until DVC holds the set: DVC deletes an output before it makes it again, and a kill between
+publication and ``dvc.lock`` would otherwise cost the whole capture. The twin takes no disk.
 """
 
 from __future__ import annotations
@@ -18,11 +22,10 @@ from eyas.canonical import canonical_json, from_plain, to_plain
 from eyas.contracts import CaptureIdentity, CapturePlan, PlannedShard, ShardManifest
 from eyas.errors import DiskError, StoreError
 from eyas.shards.format import checksum
+from eyas.shards.handover import SETTLED_SUFFIX, SPOOL, is_dvc_repository
 from eyas.shards.reader import check_identity, read_header
 from eyas.shards.verify import Finding, verify_file
 from eyas.shards.writer import FinishedShard
-
-SPOOL = Path("spool")
 
 
 class Spool:
@@ -137,7 +140,10 @@ class Spool:
             check_identity(header, self.identity, str(path))
 
     def publish(self, manifest: ShardManifest, out: Path, manifest_path: Path) -> None:
-        """Move the states into place, then the manifest; remove the spool.
+        """Put the states into place, then the manifest.
+
+        In a DVC repository the spool stays as the twin of what is published, file by file the same inode, until
+        ``handover.settle`` finds that DVC holds the set. Elsewhere, and where links are impossible, it moves.
 
         Raises:
             DiskError: The volume is full; the states are still in the spool.
@@ -147,21 +153,45 @@ class Spool:
         with fs.disk_errors(out):
             out.parent.mkdir(parents=True, exist_ok=True)
             manifest_path.parent.mkdir(parents=True, exist_ok=True)
+            linked = self._link([entry.path for entry in manifest.shards], out)
+        if linked is None:
+            self._publish_by_moving(out, manifest_path)
+            return
+        self._rename(linked, out)
+        fs.write_record(manifest_path, manifest)
+
+    def _link(self, paths: list[str], out: Path) -> Path | None:
+        """A folder beside ``out`` with links to these shards; None where nobody wipes ``out`` or links do not exist."""
+        if not is_dvc_repository(self.folder.parents[2]):
+            return None
+        part = out.with_name(out.name + fs.PART_SUFFIX)
+        try:
+            fs.link_tree(self.states, part, paths)
+        except OSError as error:
+            if error.errno not in fs.NO_HARDLINKS:
+                raise
+            return None
+        return part
+
+    def _publish_by_moving(self, out: Path, manifest_path: Path) -> None:
         for folder in sorted((p for p in self.states.rglob("*") if p.is_dir()), reverse=True):
             if not any(folder.iterdir()):
                 folder.rmdir()
-        try:
-            self.states.rename(out)
-        except OSError as error:
-            raise StoreError(
-                f"cannot move {self.states} to {out}: {error.strerror}",
-                f"{out} must be absent or empty, on the same volume as {self.folder.parent}",
-            ) from error
-        fs.fsync_dir(out.parent)
+        self._rename(self.states, out)
         fs.fsync_dir(self.folder)
         self._manifest.replace(manifest_path)
         fs.fsync_dir(manifest_path.parent)
         shutil.rmtree(self.folder)
+
+    def _rename(self, states: Path, out: Path) -> None:
+        try:
+            states.rename(out)
+        except OSError as error:
+            raise StoreError(
+                f"cannot move {states} to {out}: {error.strerror}",
+                f"{out} must be absent or empty, on the same volume as {self.folder.parent}",
+            ) from error
+        fs.fsync_dir(out.parent)
 
     def take_back(self, plan: CapturePlan, out: Path, manifest_path: Path) -> bool:
         """Bring states that lie in ``out`` back into the spool, so that a rerun verifies and publishes them.
@@ -185,21 +215,42 @@ class Spool:
             return False
         for path in sorted(p for p in out.rglob("*") if p.is_file()):
             self._refuse_foreign(path, path.relative_to(out).as_posix())
-        if self.states.exists() and any(self._files()):
-            raise StoreError(
-                f"both {out} and {self.states} hold states of {self.identity}",
-                "move one of them away; the other is completed",
-            )
+        self._refuse_other_twin(out)
         self.folder.mkdir(parents=True, exist_ok=True)
         if manifest is not None and not self._journal.exists():
             lines = [_line(shard) for shard in _finished_shards(plan, manifest)]
             fs.write_bytes(self._journal, b"".join(lines))
         manifest_path.unlink(missing_ok=True)
         fs.fsync_dir(manifest_path.parent)
-        shutil.rmtree(self.states, ignore_errors=True)
-        out.rename(self.states)
+        self._merge(out)
         fs.fsync_dir(self.folder)
         return True
+
+    def _refuse_other_twin(self, out: Path) -> None:
+        """Refuse two files for one shard, unless they are one file under two names."""
+        for path in self._files():
+            if (out / path).exists() and not (out / path).samefile(self.states / path):
+                raise StoreError(
+                    f"both {out} and {self.states} hold states of {self.identity}",
+                    "move one of them away; the other is completed",
+                )
+
+    def _merge(self, out: Path) -> None:
+        """Empty ``out`` into the spool: links to its files go, files that only lie in ``out`` come over."""
+        if not any(self._files()):
+            shutil.rmtree(self.states, ignore_errors=True)
+            out.rename(self.states)
+            return
+        for path in sorted(p for p in out.rglob("*") if p.is_file()):
+            mine = self.states / path.relative_to(out)
+            if not mine.exists():
+                mine.parent.mkdir(parents=True, exist_ok=True)
+                path.rename(mine)
+                fs.fsync_dir(mine.parent)
+        aside = out.with_name(out.name + fs.PART_SUFFIX)
+        shutil.rmtree(aside, ignore_errors=True)
+        out.rename(aside)
+        shutil.rmtree(aside)
 
 
 def _finished_shards(plan: CapturePlan, manifest: ShardManifest) -> Iterator[FinishedShard]:
@@ -231,7 +282,8 @@ def check_one_volume(home: Path, out: Path) -> None:
 def leftovers(home: Path, identity: str) -> list[tuple[str, int]]:
     """Spools of other captures: (identity, bytes), by name."""
     root = Path(home) / SPOOL
-    others = sorted(p for p in root.iterdir() if p.name != identity) if root.is_dir() else []
+    folders = sorted(root.iterdir()) if root.is_dir() else []
+    others = [p for p in folders if p.name != identity and not p.name.endswith(SETTLED_SUFFIX)]
     return [(other.name, _tree_bytes([other])) for other in others]
 
 

@@ -1,4 +1,4 @@
-"""Stage ``extract``: tokens, by the plan, through an engine → shards, then their manifest."""
+"""Stage ``extract``: tokens, by the plan, through an engine → shards, then their manifest, then word to DVC."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from eyas.canonical import to_plain
 from eyas.config import Params
 from eyas.contracts import CapturePlan, TargetIdentity
 from eyas.engines.base import Engine
-from eyas.engines.loop import ExtractLimits, ExtractResult, extract
+from eyas.engines.loop import HOME, LOCK_NAME, ExtractLimits, ExtractResult, extract
 from eyas.engines.registry import make_engine
 from eyas.errors import PlanError
 from eyas.plan.build import build_plan
-from eyas.plan.cache import cache_types, check_links
+from eyas.plan.cache import cache_types, check_links, hashes, locked_stage, object_finder
 from eyas.plan.identity import capture_identity
+from eyas.shards.handover import hand_over, settle
 from eyas.stages import common
 from eyas.target.load import read_ends
 from eyas.target.locate import ensure
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
     target = fs.read_record(TargetIdentity, target_path)
     plan = fs.read_record(CapturePlan, plan_path)
     _check_plan(params, target, plan, tokens_path)
-    with common.stage_run("extract", [target_path, tokens_path, plan_path], [out, manifest_path]) as run:
+    with common.stage_run("extract", [target_path, tokens_path, plan_path], [manifest_path]) as run:
         tokens = {sample.sample_id: sample for sample in iter_tokens(tokens_path)}
         limits = ExtractLimits(
             reserve_bytes=params.extract.reserve_bytes,
@@ -40,14 +41,25 @@ def main(argv: Sequence[str]) -> None:
             cache_types=cache_types(Path.cwd()),
         )
         check_links(Path.cwd())
+        _settle(Path.cwd(), out, manifest_path)
         engine = _engine(params, target, plan)
         head = None if params.extract.engine == "fake" else lambda: read_ends(ensure(target, params.target)).head_VD
         result = extract(plan, tokens, engine, limits, out=out, manifest_path=manifest_path, head=head)
+        hand_over(Path.cwd(), result.manifest, out, manifest_path)
         run.num_tokens, run.work_s = result.num_tokens, result.work_s
         run.facts = {"identity": plan.identity, "num_resumed_shards": result.num_resumed_shards}
         if result.effect is not None:
             run.facts["effect"] = to_plain(result.effect)
     console.emit(_summary(result, out))
+
+
+def _settle(root: Path, out: Path, manifest_path: Path) -> None:
+    """Give up the spools of earlier captures that DVC holds by now."""
+    with fs.volume_lock(HOME / LOCK_NAME, "extract"):
+        locked = hashes(locked_stage(root, "extract"), "outs")
+        outs = (out.as_posix(), manifest_path.as_posix())
+        for identity in settle(HOME, locked, outs, object_finder(root)):
+            console.log(f"extract: the spool of {identity[:16]} is removed: DVC holds every byte of it")
 
 
 def _check_plan(params: Params, target: TargetIdentity, plan: CapturePlan, tokens: Path) -> None:

@@ -86,3 +86,26 @@ def test_every_command_has_help_and_json(command: str) -> None:
     )
     assert done.returncode == 0
     assert "--json" in done.stdout
+
+
+def test_the_place_of_dvcs_state_is_judged(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delenv("DVC_SITE_CACHE_DIR", raising=False)
+    assert doctor.dvc_state(tmp_path).state == "not found"
+    (tmp_path / ".dvc").mkdir()
+    ours = f"{tmp_path}/.dvc/tmp/site"
+    found = doctor.dvc_state(tmp_path)
+    assert (found.state, found.hint) == ("problem", f"dvc config --local core.site_cache_dir {ours}")
+    places = {
+        "/moved/away/.dvc/tmp/site": "where this repository was before",
+        "relative": "is relative",
+        "/proc/dvc": "on another volume",
+    }
+    for place, problem in places.items():
+        (tmp_path / ".dvc/config.local").write_text(f"[core]\n    site_cache_dir = {place}\n")
+        if place.startswith("/moved") and Path("/").stat().st_dev != tmp_path.stat().st_dev:
+            continue
+        found = doctor.dvc_state(tmp_path)
+        assert found.state == "problem"
+        assert problem in found.value
+    (tmp_path / ".dvc/config.local").write_text(f"[core]\n    site_cache_dir = {ours}\n")
+    assert (doctor.dvc_state(tmp_path).state, doctor.dvc_state(tmp_path).value) == ("found", ours)

@@ -1,11 +1,21 @@
 import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from eyas.errors import DiskError
-from eyas.plan.cache import cache_dir, cache_types, check_links
+from eyas.errors import DiskError, StoreError
+from eyas.plan.cache import (
+    SITE_CACHE,
+    cache_dir,
+    cache_types,
+    check_links,
+    hashes,
+    locked_stage,
+    site_cache_dir,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,6 +56,71 @@ def test_a_cache_on_another_mount_is_refused(tmp_path):
     with pytest.raises(DiskError, match="two mounts") as caught:
         check_links(root)
     assert "dvc cache dir --local" in caught.value.hint
+
+
+def test_two_bind_mounts_of_one_file_system_are_named_with_the_fix(tmp_path):
+    """Case 22: as with ``docker run -v repo:/repo -v cache:/cache``; link(2) refuses, ``st_dev`` is the same."""
+    for name in ("host/repo", "host/cache", "repo", "cache"):
+        (tmp_path / name).mkdir(parents=True)
+    repository(tmp_path / "host/repo", f"[cache]\n    type = hardlink\n    dir = {tmp_path}/cache\n")
+    script = f"""
+mount --bind {tmp_path}/host/repo {tmp_path}/repo && mount --bind {tmp_path}/host/cache {tmp_path}/cache || exit 77
+exec {sys.executable} -c '
+from pathlib import Path
+from eyas import console
+from eyas.plan.cache import check_links
+console.run_main(lambda _: check_links(Path("{tmp_path}/repo")))'
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = ["unshare", "--mount", "bash", "-c", script]
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare here")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode in (1, 77) and "Traceback" not in done.stderr:
+        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
+    assert done.returncode == 2
+    assert f"two mounts, {tmp_path}/repo (" in done.stderr
+    assert f") and {tmp_path}/cache (" in done.stderr
+    assert f"dvc cache dir --local {tmp_path}/repo/.dvc/cache" in done.stderr
+    assert "mount the folder that holds both once" in done.stderr
+
+
+def test_the_state_lies_where_environment_or_settings_say(tmp_path, monkeypatch):
+    monkeypatch.delenv("DVC_SITE_CACHE_DIR", raising=False)
+    root = repository(tmp_path, "[core]\n    analytics = false\n")
+    assert site_cache_dir(root) is None
+    (root / ".dvc/config.local").write_text("[core]\n    site_cache_dir = /there\n")
+    assert site_cache_dir(root) == Path("/there")
+    monkeypatch.setenv("DVC_SITE_CACHE_DIR", "/elsewhere")
+    assert site_cache_dir(root) == Path("/elsewhere")
+
+
+@pytest.mark.slow
+def test_dvc_itself_takes_its_state_from_where_we_say(tmp_path, monkeypatch):
+    """The premise of ``site_cache_dir``, asked of the installed DVC."""
+    monkeypatch.delenv("DVC_SITE_CACHE_DIR", raising=False)
+    run = ["dvc", "--cd", str(tmp_path)]
+    subprocess.run([*run, "init", "--no-scm", "-q"], check=True)
+    subprocess.run([*run, "config", "--local", "core.site_cache_dir", str(tmp_path / SITE_CACHE)], check=True)
+    assert site_cache_dir(tmp_path) == tmp_path / SITE_CACHE
+    (tmp_path / "file").write_text("content")
+    subprocess.run([*run, "add", "-q", "file"], check=True)
+    assert list((tmp_path / SITE_CACHE / "repo").iterdir())
+    said = subprocess.run([*run, "doctor"], check=True, capture_output=True, text=True).stdout
+    assert f"Repo.site_cache_dir: {tmp_path / SITE_CACHE}" in said
+
+
+@pytest.mark.parametrize(("text", "problem"), [("a: [1", "is no YAML"), ("- a", "expected a mapping")])
+def test_a_damaged_lock_is_an_error_with_its_name(tmp_path, text, problem):
+    (tmp_path / "dvc.lock").write_text(text)
+    with pytest.raises(StoreError, match=problem):
+        locked_stage(tmp_path, "extract")
+
+
+def test_a_stage_that_never_ran_has_no_entry(tmp_path):
+    assert locked_stage(tmp_path, "extract") == {}
+    (tmp_path / "dvc.lock").write_text("schema: '2.0'\nstages:\n  plan:\n    cmd: p\n")
+    assert (locked_stage(tmp_path, "extract"), hashes(locked_stage(tmp_path, "plan"), "outs")) == ({}, {})
 
 
 @pytest.mark.slow

@@ -90,6 +90,7 @@ PLAN = CapturePlan(
     num_samples=1,
     num_tokens=24_000,
     payload_bytes=24_000 * 4 * 576 * 2,
+    trained_payload_bytes=24_000 * 4 * 576 * 2,
     token_bytes=120_000,
     shards=(
         PlannedShard(
