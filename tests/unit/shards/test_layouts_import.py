@@ -17,7 +17,10 @@ from safetensors.torch import load_file, save_file
 from eyas.errors import CaptureError, DataError
 from eyas.ops import exchange
 from eyas.ops.import_engine import ImportEngine
+from eyas.shards.calibration import Calibration, make_calibration
+from eyas.shards.int8 import Int8Codec
 from eyas.shards.layouts.norms import NormReading
+from eyas.shards.verify import verify
 
 Change = Callable[[Path], object]
 
@@ -42,7 +45,7 @@ def test_round_trip(world: World, layout: str, version: str, codec: str) -> None
     report = world.enter(layout)
     reader = world.imported()
     assert (report.num_files, report.num_imported, report.bad) == (6, 6, ())
-    assert report.boundaries == (1, 2, 3)
+    assert (report.boundaries, report.is_lossy) == ((1, 2, 3), False)
     assert (reader.manifest.capture.engine, reader.manifest.capture.codec) == ("import", codec)
     assert reader.manifest.identity == report.identity
     for stored in world.stored():
@@ -57,6 +60,46 @@ def test_round_trip(world: World, layout: str, version: str, codec: str) -> None
             # y -> bf16(y / w) -> bf16(norm): two roundings, and the rows' length out of rounded values.
             error = (again.last_TD.float() - stored.last_TD.float()).abs() / stored.last_TD.float().abs()
             assert float(error.max()) < 3 * 2**-8
+
+
+def test_an_import_is_stored_with_codec_int8(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    params = world.root / "params.yaml"
+    params.write_text(params.read_text().replace("codec: blosc2", "codec: int8"))
+    world.export("specforge")
+    report = world.enter("specforge")
+    assert report.is_lossy
+    assert re.search(r"import: int8: 0\.\d+ of bf16; \d+ rows: KL", capsys.readouterr().err)
+    reader = world.imported()
+    assert verify(reader.folder, reader.manifest) == []
+    scales_ND = make_calibration((s.aux_TAD, s.last_TD) for s in world.stored())
+    assert reader.manifest.calibration == Calibration(scales_ND).digest, "six samples are all of the slice"
+    codec = Int8Codec(scales_ND)
+    for stored in world.stored():
+        again = reader.read(stored.sample.sample_id)
+        for stream, (found_TD, given_TD) in enumerate(
+            zip((*again.aux_TAD.unbind(1), again.last_TD), (*stored.aux_TAD.unbind(1), stored.last_TD), strict=True)
+        ):
+            expected_TD = torch.empty_like(found_TD.contiguous())
+            codec.decode(codec.encode(given_TD.contiguous(), stream), expected_TD, stream)
+            assert torch.equal(found_TD, expected_TD)
+
+
+@pytest.mark.parametrize(
+    ("layout", "version"), [LAYOUTS[3], *(pytest.param(*it, marks=pytest.mark.slow) for it in LAYOUTS[:3])]
+)
+def test_lossy_states_come_back_as_the_set_gave_them_and_stay_marked(
+    layout: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, monkeypatch, codec="int8")
+    world.export(layout, version)
+    report = world.enter(layout)
+    reader = world.imported()
+    assert (report.is_lossy, reader.manifest.capture.codec, reader.manifest.calibration) == (True, "blosc2", "")
+    for stored in world.stored():
+        again = reader.read(stored.sample.sample_id)
+        assert torch.equal(again.aux_TAD, stored.aux_TAD)
+        if layout == "specforge":
+            assert torch.equal(again.last_TD, stored.last_TD)
 
 
 def test_a_foreign_folder_comes_in_under_its_own_names(world: World) -> None:
