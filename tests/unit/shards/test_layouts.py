@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from layout_cases import LAYOUTS, VOCAB, World, layout_tokens, tree
+from layout_cases import LAYOUTS, VOCAB, World, default_world, layout_tokens, tree
 from safetensors.torch import load_file
 
 from eyas import fs
@@ -28,7 +28,7 @@ HALF_STEP = 2**-8
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    return World(tmp_path, monkeypatch)
+    return default_world().copied(tmp_path, monkeypatch)
 
 
 def load(path: Path):
