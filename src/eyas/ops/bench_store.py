@@ -23,7 +23,7 @@ from eyas import fs
 from eyas.contracts import CapturePlan, ShardEntry, ShardManifest
 from eyas.ops.replay import Source, manifest_of
 from eyas.rows import stored_rows
-from eyas.shards.codecs import Codec, decode_block, make_codec
+from eyas.shards.codecs import Codec, decode_block, make_codec, tensor_bytes
 from eyas.shards.encode import Encoder
 from eyas.shards.reader import ShardReader, open_entry, open_shard, read_encoded
 from eyas.shards.writer import ShardAssembly
@@ -128,7 +128,7 @@ def _reading(folder: Path, plan: CapturePlan, entries: Sequence[ShardEntry], see
 
 
 def _decode(codec: Codec, data: torch.Tensor, shape: tuple[int, int, int], stream: int) -> None:
-    decode_block(codec, data, torch.empty(shape, dtype=torch.bfloat16), stream)
+    decode_block(codec, tensor_bytes(data), torch.empty(shape, dtype=torch.bfloat16), stream)
 
 
 def _blocks(

@@ -10,6 +10,7 @@ Letters: N streams, R rows, D target hidden size.
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -22,8 +23,8 @@ PIECE_BYTES = 1 << 20
 CODECS = ("raw", "blosc2", "int8")
 ITEM_BYTES = 2
 BLOSC2_HEADER_BYTES = 32
-BLOSC2_SIZE_AT = 12
-"""Where a blosc2 chunk says its own length, a little-endian int32."""
+CHUNK_SIZES, CHUNK_SIZES_AT = struct.Struct("<3i"), 4
+"""In a blosc2 chunk's header: bytes of its content, of a block, of the chunk itself."""
 
 
 class Codec(Protocol):
@@ -73,23 +74,23 @@ def pieces(num_streams: int, num_rows: int, hidden_size: int) -> Iterator[tuple[
             yield stream, first, min(first + rows_per_piece, num_rows)
 
 
-def decode_block(codec: Codec, data: torch.Tensor, out_NRD: torch.Tensor, first_stream: int) -> None:
+def decode_block(codec: Codec, data: memoryview, out_NRD: torch.Tensor, first_stream: int) -> None:
     """Fill ``out_NRD`` from a whole block.
 
     Args:
         codec: Of the shard.
-        data: The block, uint8.
+        data: The block.
         out_NRD: bf16, each stream's rows contiguous.
         first_stream: Which stream ``out_NRD[0]`` is.
 
     Raises:
         ValueError: The block is too short, too long or no block of this codec.
     """
-    rest, done = tensor_bytes(data), 0
+    done = 0
     for stream, first, last in pieces(*out_NRD.shape):
-        done += codec.decode(rest[done:], out_NRD[stream, first:last], first_stream + stream)
-    if done != len(rest):
-        raise ValueError(f"{len(rest):,} bytes, its pieces take {done:,}")
+        done += codec.decode(data[done:], out_NRD[stream, first:last], first_stream + stream)
+    if done != len(data):
+        raise ValueError(f"{len(data):,} bytes, its pieces take {done:,}")
 
 
 class RawCodec:
@@ -128,13 +129,13 @@ class Blosc2Codec:
         """Decompress straight into the rows."""
         if len(data) < BLOSC2_HEADER_BYTES:
             raise ValueError(f"{len(data)} bytes are no blosc2 chunk")
-        size = int.from_bytes(data[BLOSC2_SIZE_AT : BLOSC2_SIZE_AT + 4], "little")
-        num_bytes = int.from_bytes(data[4:8], "little")
-        if size > len(data) or num_bytes != rows_RD.nbytes:
-            raise ValueError(f"a chunk of {size:,} bytes for {num_bytes:,}, expected {rows_RD.nbytes:,}")
+        num_bytes, _, size = CHUNK_SIZES.unpack_from(data, CHUNK_SIZES_AT)
+        out = rows_RD.view(torch.int16).numpy()
+        if not BLOSC2_HEADER_BYTES <= size <= len(data) or num_bytes != out.nbytes:
+            raise ValueError(f"a chunk of {size:,} bytes for {num_bytes:,}, expected {out.nbytes:,}")
         blosc2, _ = _blosc2()
         try:
-            blosc2.decompress2(data[:size], dst=rows_RD.view(torch.int16).numpy(), nthreads=1)
+            blosc2.decompress2(data[:size], dst=out, nthreads=1)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"blosc2: {error}") from None
         return size

@@ -279,6 +279,6 @@ def damaged(where: str, what: str) -> StoreError:
     )
 
 
-def checksum(data: bytes | memoryview) -> str:
+def checksum(data: bytes | bytearray | memoryview) -> str:
     """XXH3-64 in 16 hex digits."""
     return xxhash.xxh3_64_hexdigest(data)

@@ -10,6 +10,7 @@ Letters: T tokens, A aux streams, D target hidden size.
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +20,12 @@ from eyas.contracts import ShardEntry, ShardManifest, StoredSample
 from eyas.errors import StoreError
 from eyas.rows import stored_rows
 from eyas.shards.calibration import Calibration
-from eyas.shards.codecs import Codec, RawCodec, decode_block, make_codec
+from eyas.shards.codecs import Codec, RawCodec, decode_block, make_codec, tensor_bytes
 from eyas.shards.format import (
     CALIBRATION,
     DTYPES,
     LENGTH_BYTES,
+    STATE_KINDS,
     Block,
     ShardHeader,
     block_name,
@@ -283,22 +285,19 @@ def read_sample(fd: int, header: ShardHeader, index: int, codec: Codec) -> Store
     if rows.counts != header.rows[index]:
         where = f"{facts.shard}: sample {sample.sample_id}"
         raise damaged(where, f"{header.rows[index]} rows of (aux, last), its loss mask gives {rows.counts}")
-    T, num_aux = sample.num_tokens, len(facts.boundaries)
-    aux_AUD = _read_states(fd, header, index, "aux", codec)
-    last_LD = _read_states(fd, header, index, "last", codec)[0]
-    has_last_T = torch.zeros(T, dtype=torch.bool)
-    has_last_T[rows.last_L] = True
-    if facts.last_rows == "trained":
-        aux_AUD = torch.cat([aux_AUD, aux_AUD.new_zeros(num_aux, T - rows.num_aux, facts.hidden_size)], 1)
-        last_LD = last_LD.new_full((T, facts.hidden_size), float("nan")).index_copy(
-            0, torch.from_numpy(rows.last_L), last_LD
-        )
+    aux_ATD, last_TD = _read_states(fd, header, index, codec)
+    has_last_T = torch.ones(sample.num_tokens, dtype=torch.bool)
+    if len(rows.last_L) < sample.num_tokens:
+        places_L, last_LD = torch.from_numpy(rows.last_L), last_TD
+        has_last_T = torch.zeros_like(has_last_T).index_fill_(0, places_L, True)
+        last_TD = last_LD.new_full((sample.num_tokens, facts.hidden_size), float("nan"))
+        last_TD.index_copy_(0, places_L, last_LD)
     return StoredStates(
         sample=sample,
         input_ids_T=input_ids_T,
         loss_mask_T=loss_mask_T,
-        aux_TAD=aux_AUD.transpose(0, 1),
-        last_TD=last_LD,
+        aux_TAD=aux_ATD.transpose(0, 1),
+        last_TD=last_TD,
         num_aux_rows=rows.num_aux,
         has_last_T=has_last_T,
     )
@@ -310,30 +309,66 @@ def read_tokens(fd: int, header: ShardHeader, index: int) -> tuple[torch.Tensor,
     Raises:
         StoreError: A block is damaged.
     """
-    names = [block_name(index, kind) for kind in ("input_ids", "loss_mask")]
-    input_ids_T, loss_mask_T = (
-        _shaped(read_encoded(fd, header, index, name.split(".")[1]), header.blocks[name]) for name in names
-    )
+    input_ids_T, loss_mask_T = (_read_small(fd, header, index, kind) for kind in ("input_ids", "loss_mask"))
     return input_ids_T, loss_mask_T
 
 
-def _read_states(fd: int, header: ShardHeader, index: int, kind: str, codec: Codec) -> torch.Tensor:
-    """Stored rows of one kind as [N, R, D]; ``last`` is one stream."""
-    facts, block = header.facts, header.blocks[block_name(index, kind)]
-    num_aux, num_rows = len(facts.boundaries), header.rows[index][kind == "last"]
-    data = read_encoded(fd, header, index, kind)
+def _read_small(fd: int, header: ShardHeader, index: int, kind: str) -> torch.Tensor:
+    block, where = _block(header, index, kind), _where(header, index, kind)
+    data = bytearray(block.end - block.begin)
+    _pread_into(fd, memoryview(data), header.data_start + block.begin, where)
+    _check(data, header, block, where)
+    return torch.frombuffer(data, dtype=DTYPES[block.dtype])
+
+
+def _read_states(fd: int, header: ShardHeader, index: int, codec: Codec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Aux as [A, T, D], zeros behind the stored rows, and the stored rows of last as [L, D]."""
+    facts, (aux_rows, last_rows) = header.facts, header.rows[index]
+    T, num_aux, D = header.samples[index].num_tokens, len(facts.boundaries), facts.hidden_size
     if isinstance(codec, RawCodec):
-        states = _shaped(data, block)
-        if kind == "last":
-            return states[None]
-        return states.transpose(0, 1) if facts.version == "1" else states
-    out_NRD = torch.empty((1 if kind == "last" else num_aux, num_rows, facts.hidden_size), dtype=torch.bfloat16)
-    try:
-        decode_block(codec, data, out_NRD, num_aux if kind == "last" else 0)
-    except ValueError as error:
-        where = f"{facts.shard}: sample {header.samples[index].sample_id}: {kind}"
-        raise damaged(where, f"its bytes are no {facts.codec} block: {error}") from None
-    return out_NRD
+        aux, last = (
+            _shaped(read_encoded(fd, header, index, kind), _block(header, index, kind)) for kind in STATE_KINDS
+        )
+        aux_AUD = aux.transpose(0, 1) if facts.version == "1" else aux
+        return (aux_AUD if aux_rows == T else torch.cat([aux_AUD, aux.new_zeros(num_aux, T - aux_rows, D)], 1)), last
+    # The two blocks of a sample lie side by side: one read, into memory that this thread keeps.
+    places = {kind: _block(header, index, kind) for kind in STATE_KINDS}
+    begin, size = places["aux"].begin, places["last"].end - places["aux"].begin
+    data = _scratch(size)
+    _pread_into(fd, data, header.data_start + begin, _where(header, index, "states"))
+    aux_ATD = torch.empty((num_aux, T, D), dtype=torch.bfloat16)
+    if aux_rows < T:
+        aux_ATD[:, aux_rows:] = 0
+    last_LD = torch.empty((last_rows, D), dtype=torch.bfloat16)
+    outs = {"aux": (aux_ATD[:, :aux_rows], 0), "last": (last_LD[None], num_aux)}
+    for kind, (out_NRD, first_stream) in outs.items():
+        block, where = places[kind], _where(header, index, kind)
+        encoded = data[block.begin - begin : block.end - begin]
+        _check(encoded, header, block, where)
+        try:
+            decode_block(codec, encoded, out_NRD, first_stream)
+        except ValueError as error:
+            raise damaged(where, f"its bytes are no {facts.codec} block: {error}") from None
+    return aux_ATD, last_LD
+
+
+_LOCAL = threading.local()
+
+
+def _scratch(num_bytes: int) -> memoryview:
+    """This thread's buffer for encoded bytes: one sample large, its pages are touched once and not per read."""
+    buffer: memoryview | None = getattr(_LOCAL, "buffer", None)
+    if buffer is None or len(buffer) < num_bytes:
+        buffer = _LOCAL.buffer = memoryview(bytearray(num_bytes))
+    return buffer[:num_bytes]
+
+
+def _block(header: ShardHeader, index: int, kind: str) -> Block:
+    return header.blocks[block_name(index, kind)]
+
+
+def _where(header: ShardHeader, index: int, kind: str) -> str:
+    return f"{header.facts.shard}: sample {header.samples[index].sample_id}: {kind}"
 
 
 def read_encoded(fd: int, header: ShardHeader, index: int, kind: str) -> torch.Tensor:
@@ -342,16 +377,19 @@ def read_encoded(fd: int, header: ShardHeader, index: int, kind: str) -> torch.T
     Raises:
         StoreError: The file ends early or the bytes differ from what was written.
     """
-    where = f"{header.facts.shard}: sample {header.samples[index].sample_id}: {kind}"
-    return _read_checked(fd, header, header.blocks[block_name(index, kind)], where)
+    return _read_checked(fd, header, _block(header, index, kind), _where(header, index, kind))
 
 
 def _read_checked(fd: int, header: ShardHeader, block: Block, where: str) -> torch.Tensor:
     data = _pread(fd, block.end - block.begin, header.data_start + block.begin, where)
-    found, expected = checksum(data.numpy().data), header.checksums[block.name]
+    _check(tensor_bytes(data), header, block, where)
+    return data
+
+
+def _check(data: memoryview | bytearray, header: ShardHeader, block: Block, where: str) -> None:
+    found, expected = checksum(data), header.checksums[block.name]
     if found != expected:
         raise damaged(where, f"checksum {found}, expected {expected}")
-    return data
 
 
 def _shaped(data: torch.Tensor, block: Block) -> torch.Tensor:
@@ -360,10 +398,14 @@ def _shaped(data: torch.Tensor, block: Block) -> torch.Tensor:
 
 def _pread(fd: int, num_bytes: int, offset: int, where: str) -> torch.Tensor:
     data = torch.empty(num_bytes, dtype=torch.uint8)
-    rest, done = data.numpy().data, 0
-    while done < num_bytes:
-        count = os.preadv(fd, [rest[done:]], offset + done)
-        if count == 0:
-            raise damaged(where, f"the file ends {num_bytes - done:,} bytes early")
-        done += count
+    _pread_into(fd, tensor_bytes(data), offset, where)
     return data
+
+
+def _pread_into(fd: int, data: memoryview, offset: int, where: str) -> None:
+    done = 0
+    while done < len(data):
+        count = os.preadv(fd, [data[done:]], offset + done)
+        if count == 0:
+            raise damaged(where, f"the file ends {len(data) - done:,} bytes early")
+        done += count
