@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from eyas import fs
 from eyas.canonical import canonical_json
 from eyas.contracts import SCHEMA_VERSION, TokenSample
-from eyas.errors import DataError
+from eyas.errors import DataError, StoreError
 from eyas.rows import stored_rows
 
 TOKENS_NAME = "tokens.parquet"
@@ -208,7 +208,10 @@ def read_index(folder: Path) -> TokenIndex:
     Raises:
         StoreError: The index is missing or is none.
     """
-    return fs.read_record(TokenIndex, Path(folder) / INDEX_NAME)
+    try:
+        return fs.read_record(TokenIndex, Path(folder) / INDEX_NAME)
+    except StoreError as error:
+        raise StoreError(error.message, "make the tokens again: `dvc repro -f -s tokenize`") from None
 
 
 def tokens_sha256(folder: Path) -> str:
