@@ -30,9 +30,9 @@ from eyas.shards.format import (
     block_name,
     shard_facts,
 )
-from eyas.shards.reader import open_entry, open_shard, read_encoded, set_scales
+from eyas.shards.reader import open_entry, open_shard, read_encoded
 from eyas.shards.spool import Spool
-from eyas.shards.verify import Finding
+from eyas.shards.verify import Finding, set_scales
 from eyas.shards.writer import stored_sample, token_blocks, write_shard
 
 

@@ -256,23 +256,6 @@ def check_scales(fd: int, header: ShardHeader, manifest: ShardManifest) -> None:
         raise damaged(header.facts.shard, f"its calibration is {found!r}, the manifest says {manifest.calibration!r}")
 
 
-def set_scales(folder: Path, manifest: ShardManifest) -> torch.Tensor | None:
-    """Channel scales [N, D] of a set, from the first shard that holds them as the manifest knows them.
-
-    Returns:
-        None when no shard does, or when the codec of the set has none.
-    """
-    for entry in manifest.shards if manifest.calibration else ():
-        try:
-            header = open_entry(folder, entry, manifest)
-            with open_shard(folder / entry.path, entry.path) as fd:
-                check_scales(fd.number, header, manifest)
-                return read_scales(fd.number, header)
-        except StoreError:
-            continue
-    return None
-
-
 def read_sample(fd: int, header: ShardHeader, index: int, codec: Codec) -> StoredStates:
     """One sample of an open shard, every block checked.
 

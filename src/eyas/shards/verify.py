@@ -32,7 +32,7 @@ from eyas.shards.reader import (
     read_encoded,
     read_header,
     read_sample,
-    set_scales,
+    read_scales,
     shard_codec,
 )
 from eyas.shards.writer import stored_sample
@@ -164,6 +164,23 @@ def _twice(headers: Mapping[str, ShardHeader]) -> Iterator[Finding]:
             if sample.sample_id in seen:
                 yield _of_sample(path, sample.sample_id, f"also stored in {seen[sample.sample_id]}")
             seen[sample.sample_id] = path
+
+
+def set_scales(folder: Path, manifest: ShardManifest) -> torch.Tensor | None:
+    """Channel scales [N, D] of a set, from the first shard that holds them as the manifest knows them.
+
+    Returns:
+        None when no shard does, or when the codec of the set has none.
+    """
+    for entry in manifest.shards if manifest.calibration else ():
+        try:
+            header = open_entry(folder, entry, manifest)
+            with open_shard(folder / entry.path, entry.path) as fd:
+                check_scales(fd.number, header, manifest)
+                return read_scales(fd.number, header)
+        except StoreError:
+            continue
+    return None
 
 
 def _other_scales(headers: Mapping[str, ShardHeader], scales_ND: torch.Tensor | None) -> Iterator[Finding]:

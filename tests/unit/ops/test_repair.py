@@ -29,8 +29,8 @@ from eyas.ops.verify_states import verify_states
 from eyas.shards.calibration import Calibration, write_calibration
 from eyas.shards.consistency import INCOHERENT
 from eyas.shards.format import CALIBRATION, block_name
-from eyas.shards.reader import open_entry, set_scales
-from eyas.shards.verify import Finding
+from eyas.shards.reader import open_entry
+from eyas.shards.verify import Finding, set_scales
 
 
 @pytest.fixture
