@@ -29,6 +29,8 @@ REPOSITORY = Path(__file__).parents[3]
 VOCAB = 1000
 COMPOSE = config.load
 LAYOUTS = (("speculators_v1", "0.3.0"), ("speculators_v1", "0.4.0"), ("speculators", ""), ("specforge", ""))
+QUICK_LAYOUTS = [it if i in (1, 2) else pytest.param(*it, marks=pytest.mark.slow) for i, it in enumerate(LAYOUTS)]
+"""Every layout, two of them in the quick room."""
 
 
 @functools.cache

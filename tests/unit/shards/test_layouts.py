@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from layout_cases import LAYOUTS, VOCAB, World, default_world, layout_tokens, tree
+from layout_cases import QUICK_LAYOUTS, VOCAB, World, default_world, layout_tokens, tree
 from safetensors.torch import load_file
 
 from eyas import fs
@@ -221,7 +221,7 @@ def test_specforge_refuses_other_than_three_streams(
         world.export("specforge")
 
 
-@pytest.mark.parametrize(("layout", "version"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "version"), QUICK_LAYOUTS)
 def test_equal_sets_give_equal_bytes_and_the_estimate_holds(
     world: World, layout: str, version: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,9 +241,7 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize(
-    ("layout", "version"), [LAYOUTS[1], LAYOUTS[2], *(pytest.param(*it, marks=pytest.mark.slow) for it in LAYOUTS[::3])]
-)
+@pytest.mark.parametrize(("layout", "version"), QUICK_LAYOUTS)
 def test_a_killed_export_goes_on_and_ends_the_same(
     world: World, layout: str, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,7 +313,7 @@ def test_disk_is_checked_before_the_first_byte(world: World, monkeypatch: pytest
     assert files(world.root / "out") == []
 
 
-@pytest.mark.parametrize(("layout", "version"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "version"), QUICK_LAYOUTS)
 def test_a_set_of_trained_rows_is_refused_unless_it_holds_what_the_peer_reads(
     layout: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layout_cases import LAYOUTS, World, default_world
+from layout_cases import LAYOUTS, QUICK_LAYOUTS, World, default_world
 from safetensors.torch import load_file, save_file
 
 from eyas.errors import CaptureError, DataError
@@ -37,7 +37,7 @@ def forget(world: World, name: str = "out") -> Path:
 
 
 @pytest.mark.parametrize("codec", [pytest.param("raw", marks=pytest.mark.slow), "blosc2"])
-@pytest.mark.parametrize(("layout", "version"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "version"), QUICK_LAYOUTS)
 def test_round_trip(world: World, layout: str, version: str, codec: str) -> None:
     params = world.root / "params.yaml"
     params.write_text(params.read_text().replace("codec: blosc2", f"codec: {codec}"))
@@ -216,7 +216,7 @@ def test_a_bad_file_is_listed_and_the_account_closes(world: World, layout: str, 
     assert len(world.imported().samples) == 5
 
 
-@pytest.mark.parametrize("layout", ["speculators_v1", "specforge"])
+@pytest.mark.parametrize("layout", ["speculators_v1", pytest.param("specforge", marks=pytest.mark.slow)])
 def test_a_flipped_bit_is_found_where_the_container_has_a_checksum(world: World, layout: str) -> None:
     """Case 29: the peers load these files mapped, without looking at the checksum."""
     world.copy_export(layout, "0.3.0" if layout == "speculators_v1" else "")
