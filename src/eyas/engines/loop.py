@@ -296,12 +296,12 @@ def _capture_shard(run: _Run, planned: PlannedShard, encoder: Encoder, progress:
 
 
 def _note(run: _Run) -> str:
-    """Of the finished shards: bytes, and their ratio to the tokens' bf16; then what is free."""
     entries = [shard.entry for shard in run.done.values() if shard.entry is not None]
-    written, num_tokens = sum(entry.size_bytes for entry in entries), sum(entry.num_tokens for entry in entries)
-    payload = payload_bytes(num_tokens, run.plan.hidden_size, run.plan.num_streams)
-    ratio = f" (x {written / payload:.2f} of bf16)" if payload else ""
-    return f"{console.human_bytes(written)} written{ratio}, {console.human_bytes(fs.free_bytes(run.spool.folder))} free"
+    written, plan = sum(entry.size_bytes for entry in entries), run.plan
+    payload = payload_bytes(sum(entry.num_tokens for entry in entries), plan.hidden_size, plan.num_streams)
+    ratio = f" ({written / payload:.2f} of bf16)" if payload else ""
+    free = console.human_bytes(fs.free_bytes(run.spool.folder))
+    return f"{console.human_bytes(written)} written{ratio}, {free} free"
 
 
 def _collect(run: _Run, samples: Sequence[TokenSample], assembly: ShardAssembly) -> dict[str, str]:

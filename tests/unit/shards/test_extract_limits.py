@@ -115,7 +115,7 @@ def test_progress_says_speed_bytes_ratio_free_space_and_time_left(case, monkeypa
     monkeypatch.setattr(fs, "free_bytes", lambda _: 7_500_000_000)
     manifest = case.extract().manifest
     lines = [line for line in capsys.readouterr().err.splitlines() if "tok/s" in line]
-    form = r"extract: [\d,]+/[\d,]+ tok, [\d,]+ tok/s, .+ left  .+ written( \(x (\d+\.\d\d) of bf16\))?, 7\.5 GB free"
+    form = r"extract: [\d,]+/[\d,]+ tok, [\d,]+ tok/s, .+ left  .+ written( \((\d+\.\d\d) of bf16\))?, 7\.5 GB free"
     found = [re.fullmatch(form, line) for line in lines]
     assert len(found) == sum(len(shard.batches) for shard in case.plan.shards)
     assert all(found), lines
