@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+
 from eyas import fs
 from eyas.contracts import CapturePlan, EngineFacts, ShardEntry, ShardManifest, TokenSample
 from eyas.conversations.generation import Generated, GenerateRequest
@@ -30,6 +32,35 @@ class Source:
         capture = dataclasses.replace(self.plan.capture, **changes)
         lengths = [(sample_id, len(sample.input_ids)) for sample_id, sample in self.tokens.items()]
         return Source(self.states, self.tokens, build_plan(lengths, capture, self.plan.hidden_size))
+
+    def joined(self, num_tokens: int) -> Source:
+        """Neighbouring samples put together until each has ``num_tokens``: real rows, in samples of another length."""
+        states, tokens = {}, {}
+        for group in self._groups(num_tokens):
+            parts = [self.states[sample_id] for sample_id in group]
+            sample = dataclasses.replace(
+                self.tokens[group[0]],
+                input_ids=tuple(i for sample_id in group for i in self.tokens[sample_id].input_ids),
+                loss_mask=tuple(i for sample_id in group for i in self.tokens[sample_id].loss_mask),
+            )
+            tokens[group[0]] = sample
+            states[group[0]] = CapturedSample(
+                group[0],
+                torch.cat([part.input_ids_T for part in parts]),
+                torch.cat([part.aux_TAD for part in parts]),
+                torch.cat([part.last_TD for part in parts]),
+            )
+        return Source(states, tokens, self.plan).planned_as()
+
+    def _groups(self, num_tokens: int) -> Iterator[list[str]]:
+        group: list[str] = []
+        for sample_id in self.states:
+            group.append(sample_id)
+            if sum(len(self.tokens[member].input_ids) for member in group) >= num_tokens:
+                yield group
+                group = []
+        if group:
+            yield group
 
 
 def manifest(root: Path) -> ShardManifest:

@@ -264,16 +264,12 @@ def read_sample(fd: int, header: ShardHeader, index: int, codec: Codec) -> Store
     """
     sample, facts = header.samples[index], header.facts
     input_ids_T, loss_mask_T = read_tokens(fd, header, index)
-    rows = stored_rows(loss_mask_T.numpy(), "trained" if facts.last_rows == "trained" else "all")
-    if rows.counts != header.rows[index]:
-        where = f"{facts.shard}: sample {sample.sample_id}"
-        raise damaged(where, f"{header.rows[index]} rows of (aux, last), its loss mask gives {rows.counts}")
+    places_L = None if facts.last_rows == "all" else _places(header, index, loss_mask_T)
     aux_ATD, last_TD = _read_states(fd, header, index, codec)
     has_last_T = torch.ones(sample.num_tokens, dtype=torch.bool)
-    if len(rows.last_L) < sample.num_tokens:
-        places_L, last_LD = torch.from_numpy(rows.last_L), last_TD
+    if places_L is not None:
         has_last_T = torch.zeros_like(has_last_T).index_fill_(0, places_L, True)
-        last_TD = last_LD.new_full((sample.num_tokens, facts.hidden_size), float("nan"))
+        last_LD, last_TD = last_TD, last_TD.new_full((sample.num_tokens, facts.hidden_size), float("nan"))
         last_TD.index_copy_(0, places_L, last_LD)
     return StoredStates(
         sample=sample,
@@ -281,9 +277,18 @@ def read_sample(fd: int, header: ShardHeader, index: int, codec: Codec) -> Store
         loss_mask_T=loss_mask_T,
         aux_TAD=aux_ATD.transpose(0, 1),
         last_TD=last_TD,
-        num_aux_rows=rows.num_aux,
+        num_aux_rows=header.rows[index][0],
         has_last_T=has_last_T,
     )
+
+
+def _places(header: ShardHeader, index: int, loss_mask_T: torch.Tensor) -> torch.Tensor:
+    """Which rows of last are stored, checked against the counts of the header."""
+    rows = stored_rows(loss_mask_T.numpy(), "trained")
+    if rows.counts != header.rows[index]:
+        where = f"{header.facts.shard}: sample {header.samples[index].sample_id}"
+        raise damaged(where, f"{header.rows[index]} rows of (aux, last), its loss mask gives {rows.counts}")
+    return torch.from_numpy(rows.last_L)
 
 
 def read_tokens(fd: int, header: ShardHeader, index: int) -> tuple[torch.Tensor, torch.Tensor]:
