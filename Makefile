@@ -41,7 +41,7 @@ export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup repro smoke params $(PIPELINE) status summary doctor verify repair reproduce check test test-slow lock clean
+.PHONY: help setup repro smoke params $(PIPELINE) status summary doctor verify repair bench-store reproduce check test test-slow lock clean
 
 .PHONY: export-states import-states
 
@@ -91,6 +91,12 @@ verify: $(READY) ## Read every artifact again; ARGS='--share 0.1 --max-mb-per-s 
 	@eyas verify $(ARGS)
 repair: $(READY) ## Restore damaged shards, or capture their samples again
 	@eyas repair
+
+##@ Measure
+bench-store: $(READY) ## The store on the extracted states: bytes, speeds, kills, damage; reports/bench/*.json
+	eyas bench store
+	eyas bench crash
+	eyas bench corruption
 
 ##@ Exchange
 export-states: $(READY) ## Hidden states for a peer: FORMAT=speculators_v1|speculators|specforge TO= (TRAINER=0.4.0)

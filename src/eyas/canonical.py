@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -88,7 +89,7 @@ def _build_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ..
 def _build_record(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{where}: {type(value).__name__}, expected an object")
-    hints = typing.get_type_hints(kind)
+    hints = _type_hints(kind)
     known = {f.name: f for f in dataclasses.fields(kind)}
     for key in value:
         if key not in known:
@@ -100,3 +101,9 @@ def _build_record(kind: Any, value: Any, where: str) -> Any:
         elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
             raise ValueError(f"{where}.{name}: missing")
     return kind(**built)
+
+
+@functools.cache
+def _type_hints(kind: Any) -> dict[str, Any]:
+    """Evaluating them costs more than building a record, and a plan holds a record per sample."""
+    return typing.get_type_hints(kind)

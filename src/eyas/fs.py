@@ -29,6 +29,7 @@ Record = TypeVar("Record")
 PART_SUFFIX = ".part"
 ASIDE_SUFFIX = f".old{PART_SUFFIX}"
 CHUNK_BYTES = 1 << 20
+WRITEBACK_BYTES = 8 << 20
 LOCK_COMMAND_CHARS = 300
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_HARDLINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS)
@@ -80,6 +81,21 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
             part.unlink(missing_ok=True)
             raise
         fsync_dir(path.parent)
+
+
+def write_all(handle: BinaryIO, buffers: Iterable[bytes | memoryview]) -> None:
+    """Write buffers one after another, the disk at work all the while.
+
+    Dirty pages would wait for the fsync at the end, which then takes as long as the whole file. The advice
+    starts their way to the disk at once, and lets those go that arrived: a terabyte pushes nothing else out.
+    """
+    begin = end = handle.tell()
+    for buffer in buffers:
+        end += handle.write(buffer)
+        if end - begin >= WRITEBACK_BYTES:
+            handle.flush()
+            os.posix_fadvise(handle.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
+            begin = end
 
 
 def write_bytes(path: Path, data: bytes) -> None:

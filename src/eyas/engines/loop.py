@@ -25,6 +25,7 @@ from eyas.contracts import (
     PlannedShard,
     ShardManifest,
     TokenSample,
+    payload_bytes,
 )
 from eyas.engines.base import Engine
 from eyas.engines.calibrate import Head, calibrate, stored_calibration
@@ -199,7 +200,7 @@ def check_space(shards: Sequence[PlannedShard], folder: Path, reserve_bytes: int
         raise DiskError(
             f"{len(shards):,} shards need {needed:,} bytes; {free:,} bytes are free and "
             f"extract.reserve_bytes keeps {reserve_bytes:,} of them",
-            "see `make budget`; free space, then run the same command again: it goes on from here",
+            f"free space (`df -h {folder}` shows the volume), then run the same command again: it goes on from here",
         )
 
 
@@ -295,8 +296,12 @@ def _capture_shard(run: _Run, planned: PlannedShard, encoder: Encoder, progress:
 
 
 def _note(run: _Run) -> str:
-    written = sum(shard.entry.size_bytes for shard in run.done.values() if shard.entry is not None)
-    return f"{console.human_bytes(written)} written, {console.human_bytes(fs.free_bytes(run.spool.folder))} free"
+    entries = [shard.entry for shard in run.done.values() if shard.entry is not None]
+    written, plan = sum(entry.size_bytes for entry in entries), run.plan
+    payload = payload_bytes(sum(entry.num_tokens for entry in entries), plan.hidden_size, plan.num_streams)
+    ratio = f" ({written / payload:.2f} of bf16)" if payload else ""
+    free = console.human_bytes(fs.free_bytes(run.spool.folder))
+    return f"{console.human_bytes(written)} written{ratio}, {free} free"
 
 
 def _collect(run: _Run, samples: Sequence[TokenSample], assembly: ShardAssembly) -> dict[str, str]:

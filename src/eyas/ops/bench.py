@@ -75,7 +75,7 @@ def _crash(root: Path, scratch: Path) -> dict[str, Any]:
 def _corruption(root: Path, scratch: Path) -> dict[str, Any]:
     from eyas.ops import bench_corruption
 
-    return bench_corruption.measure(scratch, SEED, NUM_FLIPS)
+    return bench_corruption.measure(root, SEED, NUM_FLIPS)
 
 
 BENCHES: dict[str, Callable[[Path, Path], dict[str, Any]]] = {

@@ -26,10 +26,12 @@ from eyas.errors import DataError, StoreError
 from eyas.ops.verify_states import MANIFEST, STATES, make_against
 from eyas.plan.build import build_plan
 from eyas.rows import stored_rows
+from eyas.shards.calibration import Calibration, make_calibration
 from eyas.shards.codecs import make_codec
 from eyas.shards.consistency import Score
 from eyas.shards.encode import Encoder
 from eyas.shards.format import (
+    CALIBRATED_CODECS,
     STATE_KINDS,
     ShardContent,
     ShardHeader,
@@ -38,15 +40,14 @@ from eyas.shards.format import (
     lay_out,
     pack_header,
 )
-from eyas.shards.reader import ShardReader, StoredStates, open_entry, open_shard, read_encoded
+from eyas.shards.reader import ShardReader, StoredStates, open_entry, open_shard
 from eyas.shards.verify import Against, check_set, check_shard, incoherent_findings
 from eyas.shards.writer import ShardAssembly
 
-SETS: tuple[tuple[str, LastRows], ...] = (("raw", "all"), ("blosc2", "all"), ("blosc2", "trained"))
+SETS: tuple[tuple[str, LastRows], ...] = (("raw", "all"), ("blosc2", "all"), ("blosc2", "trained"), ("int8", "all"))
 NUM_SHARDS = 6
 PAIRS_PER_SHARD = 2
 TRUNCATE_EVERY_BYTES = 4096
-VISIBLE_TO_NO_READER = ("swapped_samples_rewritten", "shifted_rows_rewritten")
 Counts = dict[str, dict[str, int]]
 Edit = Callable[[StoredStates], StoredStates]
 
@@ -124,7 +125,10 @@ class _Trial:
         self.tokens: Mapping[str, TokenSample] = {s.sample.sample_id: tokens[s.sample.sample_id] for s in states}
         self.against = dataclasses.replace(against, tokens=self.tokens)
         self.checksums_only = dataclasses.replace(self.against, judged=False)
-        self.folder, self.codec = folder, make_codec(capture.codec)
+        self.folder, self.scales_ND = folder, None
+        if capture.codec in CALIBRATED_CODECS:
+            self.scales_ND = make_calibration((s.aux_TAD, s.last_TD) for s in states)
+        self.codec = make_codec(capture.codec, self.scales_ND)
         self.manifest = self._write(capture, source, states)
         self.whole = {entry.path: (folder / entry.path).read_bytes() for entry in self.manifest.shards}
         self.scores = self._scores()
@@ -138,13 +142,14 @@ class _Trial:
                 huge = dataclasses.replace(capture, shard_bytes=1 << 62)
                 (planned,) = build_plan(lengths, huge, source.hidden_size).shards
                 planned = dataclasses.replace(planned, path=f"000/shard-{number:05d}.safetensors")
-                assembly = ShardAssembly(planned, capture, source.hidden_size, self.tokens, encoder)
+                assembly = ShardAssembly(planned, capture, source.hidden_size, self.tokens, encoder, self.scales_ND)
                 for s in group:
                     assembly.add(s.sample.sample_id, s.input_ids_T, s.aux_TAD.contiguous(), s.last_TD)
                 entry = assembly.write(self.folder).entry
                 assert entry is not None
                 entries.append(entry)
-        return _manifest_of(source, capture, entries)
+        scales = "" if self.scales_ND is None else Calibration(self.scales_ND).digest
+        return dataclasses.replace(_manifest_of(source, capture, entries), calibration=scales)
 
     def _scores(self) -> dict[str, dict[str, Score]]:
         scores = {}
@@ -239,7 +244,8 @@ class _Trial:
     def _blocks(self, entry: ShardEntry, header: ShardHeader) -> dict[str, bytes]:
         with open_shard(self.folder / entry.path, entry.path) as fd:
             return {
-                name: bytes(read_encoded(fd.number, header, int(name[:6]), name[7:]).numpy()) for name in header.blocks
+                block.name: os.pread(fd.number, block.end - block.begin, header.data_start + block.begin)
+                for block in header.blocks.values()
             }
 
     def _with_blocks(
@@ -259,7 +265,7 @@ class _Trial:
             changed = dataclasses.replace(entry, size_bytes=len(data), md5=md5)
             entries = [changed if e is entry else e for e in manifest.shards]
             manifest = _manifest_of(manifest, manifest.capture, entries)
-        found = self._found(changed, manifest, self.against)
+        found = self._found(changed, manifest, self.against if is_rewritten else self.checksums_only)
         self._restore(entry)
         return found
 

@@ -2,9 +2,9 @@
 
 Shards of random bytes stand in for states: DVC never looks inside. What is counted:
 
-* bytes read: ``read_bytes`` of ``/proc/self/io`` over the commit's process tree, that is what came from the disk. The
-  shards are put out of the page cache before; programs are warm, so that imports do not count. The run without
-  the handover, over the same files, shows that reading would be seen.
+* bytes read and written: ``read_bytes`` and ``write_bytes`` of ``/proc/self/io`` over the commit's process tree, that is
+  what came from the disk and what goes there. The shards are put out of the page cache before; programs are warm, so
+  that imports do not count. The run without the handover, over the same files, shows that reading would be seen.
 * disk: the blocks of all files below the folder, every inode once, asked again and again while states are published,
   handed over, committed and settled.
 * no-op: the wall time of what ``make extract`` runs, over 80,000 shards.
@@ -46,7 +46,7 @@ def measure(folder: Path, num_bytes: int, noop_files: int = NOOP_FILES) -> dict[
 
     Returns:
         ``commit_read_fraction`` and ``commit_read_fraction_without_handover``: bytes read by the commit per shard
-        byte; ``disk_peak_ratio``: most bytes on the disk per shard byte; ``noop_seconds_80k``.
+        byte; ``commit_write_fraction``: bytes it wrote; ``disk_peak_ratio``: most bytes on the disk per shard byte; ``noop_seconds_80k``.
 
     Raises:
         EyasError: A command failed, or the no-op was none.
@@ -56,17 +56,18 @@ def measure(folder: Path, num_bytes: int, noop_files: int = NOOP_FILES) -> dict[
         with _disk_peak(root) as peak:
             spool.publish(manifest, root / STATES, root / MANIFEST)
             hand_over(root, manifest, root / STATES, root / MANIFEST)
-            read_bytes = _commit(root)
+            read_bytes, written_bytes = _commit(root)
             _settle(root)
         states = Spool(other / HOME, manifest.capture).states
         states.parent.mkdir(parents=True)
         (root / STATES).rename(states)
         Spool(other / HOME, manifest.capture).publish(manifest, other / STATES, other / MANIFEST)
         _write_plan(other, manifest)
-        read_bytes_without = _commit(other)
+        read_bytes_without, _ = _commit(other)
     return {
         "commit_read_fraction": read_bytes / manifest.stored_bytes,
         "commit_read_fraction_without_handover": read_bytes_without / manifest.stored_bytes,
+        "commit_write_fraction": written_bytes / manifest.stored_bytes,
         "disk_peak_ratio": max(peak) / manifest.stored_bytes,
         "noop_seconds_80k": noop_seconds(folder / "noop", noop_files),
     }
@@ -180,17 +181,18 @@ def _write_plan(root: Path, manifest: ShardManifest) -> None:
     fs.write_record(root / PLAN, plan)
 
 
-def _commit(root: Path) -> int:
-    """Commit plan and states; gives the bytes that came from the disk for it."""
-    before = _read_bytes()
+def _commit(root: Path) -> tuple[int, int]:
+    """Commit plan and states; gives the bytes that came from the disk for it and those that go there."""
+    before = _disk_traffic()
     _run(root, sys.executable, "-m", "dvc", "commit", "-q", "-f", "plan", "extract")
-    return _read_bytes() - before
+    read_bytes, written_bytes = (now - then for now, then in zip(_disk_traffic(), before, strict=True))
+    return read_bytes, written_bytes
 
 
-def _read_bytes() -> int:
-    """Bytes this process and its ended children fetched from disks."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
+def _disk_traffic() -> tuple[int, int]:
+    """Bytes that this process and its ended children fetched from disks and gave them to write."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["read_bytes"]), int(counts["write_bytes"])
 
 
 def _settle(root: Path) -> None:

@@ -21,11 +21,12 @@ from eyas.canonical import digest
 from eyas.config import Params
 from eyas.contracts import SCHEMA_VERSION, FinalHidden, ShardManifest, StoredSample, TargetIdentity, TokenSample
 from eyas.engines.boundaries import layer_ids
-from eyas.engines.loop import ExtractLimits, extract
+from eyas.engines.loop import ExtractLimits, ExtractResult, extract
 from eyas.errors import CaptureError, ConfigError, DataError
 from eyas.ops.import_engine import ENGINE_NAME, ENGINE_VERSION, ImportEngine
 from eyas.plan.build import build_plan
 from eyas.plan.identity import capture_identity
+from eyas.shards.format import CALIBRATED_CODECS
 from eyas.shards.layouts.base import ExportFacts, ExportRecord, LayoutSource
 from eyas.shards.layouts.export import ExportResult, export_layout
 from eyas.shards.layouts.norms import FinalScale, NormReading, final_scale, read_norm, to_post_norm, to_pre_norm
@@ -73,6 +74,8 @@ class ImportReport:
     num_tokens: int
     bad: tuple[SourceFile, ...]
     identity: str
+    is_lossy: bool
+    """The files are an export whose states a codec had rounded, or the imported set's own codec rounds them."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -111,7 +114,10 @@ def export_states(root: Path, layout: str, folder: Path, trainer_version: str) -
         layer_ids=layer_ids(streams, writer.spelling, model_type=target.model_type, num_layers=target.num_layers),
         final_hidden=writer.final_hidden,
         hidden_size=manifest.hidden_size,
+        is_lossy=manifest.capture.codec in CALIBRATED_CODECS,
     )
+    if facts.is_lossy:
+        console.log(f"export: the set's codec {manifest.capture.codec} is lossy: the files hold what it gives back")
     norm = _as_is
     if writer.final_hidden == "pre_norm":
         norm = functools.partial(to_pre_norm, final=_final_scale(target, params))
@@ -156,7 +162,9 @@ def import_states(root: Path, request: ImportRequest) -> ImportReport:
     norm = functools.partial(to_post_norm, final=final) if final_hidden == "pre_norm" else _as_is
     options = _options(request, final_hidden, scanned)
     engine = ImportEngine(source, request.source, scanned.files, norm, options)
-    identity = _store(params, target, request, boundaries, scanned, engine)
+    result = _store(params, target, request, boundaries, scanned, engine, head_VD)
+    if result.effect is not None:
+        console.log(f"import: {params.extract.codec}: {result.effect}")
     report = ImportReport(
         layout=request.layout,
         boundaries=boundaries,
@@ -167,7 +175,8 @@ def import_states(root: Path, request: ImportRequest) -> ImportReport:
         num_imported=len(scanned.samples),
         num_tokens=sum(len(sample.input_ids) for sample in scanned.samples),
         bad=tuple(scanned.bad),
-        identity=identity,
+        identity=result.manifest.identity,
+        is_lossy=params.extract.codec in CALIBRATED_CODECS or (record is not None and record.facts.is_lossy),
     )
     assert report.num_files == report.num_imported + len(report.bad)
     fs.write_record(request.out / IMPORT_REPORT, report)
@@ -307,8 +316,9 @@ def _store(
     boundaries: Sequence[int],
     scanned: _Scanned,
     engine: ImportEngine,
-) -> str:
-    """Tokens, plan, extraction; gives the capture identity."""
+    head_VD: torch.Tensor,
+) -> ExtractResult:
+    """Tokens, plan, extraction."""
     tokens_sha256 = write_tokens(request.out / "tokens", scanned.samples)
     capture = dataclasses.replace(
         capture_identity(params.extract, target, params.target, tokens_sha256),
@@ -320,7 +330,7 @@ def _store(
     )
     lengths = [(sample.sample_id, len(sample.input_ids)) for sample in scanned.samples]
     plan = build_plan(lengths, capture, target.hidden_size, read_index(request.out / "tokens").trained_rows)
-    extract(
+    return extract(
         plan,
         {sample.sample_id: sample for sample in scanned.samples},
         engine,
@@ -328,8 +338,8 @@ def _store(
         out=request.out / "hidden_states",
         manifest_path=request.out / "hidden_states.json",
         home=request.out / ".eyas",
+        head=lambda: head_VD,
     )
-    return plan.identity
 
 
 def export_rows(result: ExportResult) -> list[tuple[str, object]]:
@@ -339,6 +349,7 @@ def export_rows(result: ExportResult) -> list[tuple[str, object]]:
         ("layout", f"{record.facts.layout} for trainer {record.facts.trainer_version}"),
         ("samples", f"{record.num_samples:,}, the first {record.num_train_samples:,} of the training split"),
         ("tokens", f"{record.num_tokens:,}"),
+        ("states", "lossy: rounded by the set's codec" if record.facts.is_lossy else "as captured"),
         ("last", record.facts.final_hidden),
         ("layer ids", ", ".join(map(str, record.facts.layer_ids))),
         ("size", console.human_bytes(result.num_bytes)),
@@ -351,6 +362,7 @@ def import_rows(report: ImportReport) -> list[tuple[str, object]]:
     return [
         ("files", f"{report.num_files:,} = {report.num_imported:,} imported + {len(report.bad):,} bad"),
         ("tokens", f"{report.num_tokens:,}"),
+        ("states", "lossy: rounded by a codec" if report.is_lossy else "as the files hold them"),
         ("boundaries", ", ".join(map(str, report.boundaries))),
         ("last", f"{report.final_hidden} in the files, post_norm in the set; {report.decided_by}"),
         ("identity", report.identity),

@@ -5,7 +5,7 @@ Letters: T tokens, A aux streams, D target hidden size, N streams with ``last``.
 
 from __future__ import annotations
 
-import os
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -14,22 +14,25 @@ import torch
 from eyas import console
 from eyas.contracts import CapturePlan, PlannedShard, ShardEntry, ShardManifest, TokenSample
 from eyas.engines.base import Engine
+from eyas.engines.calibrate import calibrate
 from eyas.engines.checks import check_captured
 from eyas.errors import CaptureError, StoreError
 from eyas.rows import stored_rows
+from eyas.shards.calibration import FILE_NAME, read_calibration
 from eyas.shards.codecs import make_codec, tensor_bytes
 from eyas.shards.encode import EncodedSample, Encoder
 from eyas.shards.format import (
+    CALIBRATED_CODECS,
     CALIBRATION,
     KINDS,
     STATE_KINDS,
     ShardHeader,
     block_name,
-    checksum,
     shard_facts,
 )
 from eyas.shards.reader import open_entry, open_shard, read_encoded
-from eyas.shards.verify import Finding
+from eyas.shards.spool import Spool
+from eyas.shards.verify import Finding, set_scales
 from eyas.shards.writer import check_tokens, stored_sample, token_blocks, write_shard
 
 
@@ -38,6 +41,7 @@ class Recapture:
 
     Args:
         states: The states folder with the damaged files.
+        home: The working folder, ``.eyas``.
         staging: Where the new ones go, under the same paths.
         manifest: Of the set.
         plan: Of the set; None when it is not at hand, which the first shard refuses.
@@ -48,13 +52,15 @@ class Recapture:
     def __init__(
         self,
         states: Path,
+        home: Path,
         staging: Path,
         manifest: ShardManifest,
         plan: CapturePlan | None,
         tokens: Mapping[str, TokenSample],
         open_engine: Callable[[], Engine],
     ) -> None:
-        self._states, self._staging, self._manifest, self._plan = states, staging, manifest, plan
+        self._states, self._home, self._staging = states, home, staging
+        self._manifest, self._plan = manifest, plan
         self._tokens, self._open_engine = tokens, open_engine
         self._failed = {sample.sample_id for sample in manifest.failed}
 
@@ -70,7 +76,8 @@ class Recapture:
         planned = self._planned(entry)
         stored = [s.sample_id for s in planned.samples if s.sample_id not in self._failed]
         named = {finding.sample_id for finding in damage if finding.sample_id} & set(stored)
-        header = self._usable_header(entry, stored) if named else None
+        header = self._usable_header(entry, stored)
+        # A whole header and no sample named: what is wrong lies outside the samples, and their blocks will do.
         bad = named if header is not None else set(stored)
         written = self._write(planned, header, bad)
         if written.md5 != entry.md5 and len(bad) < len(stored):
@@ -111,7 +118,7 @@ class Recapture:
     def _write(self, planned: PlannedShard, header: ShardHeader | None, bad: set[str]) -> ShardEntry:
         capture = self._manifest.capture
         samples = [self._tokens[s.sample_id] for s in planned.samples if s.sample_id not in self._failed]
-        calibration_ND = self._calibration()
+        calibration_ND = self._scales_ND
         blocks: dict[str, Sequence[memoryview]] = {}
         if calibration_ND is not None:
             blocks[CALIBRATION] = [tensor_bytes(calibration_ND)]
@@ -160,18 +167,42 @@ class Recapture:
             )
         return encoded
 
-    def _calibration(self) -> torch.Tensor | None:
-        """The set's channel scales [N, D] from the first shard that has them whole; None for codecs without."""
-        for entry in self._manifest.shards:
-            try:
-                header = open_entry(self._states, entry, self._manifest)
-            except StoreError:
-                continue
-            block = header.blocks.get(CALIBRATION)
-            if block is None:
-                return None
-            with open_shard(self._states / entry.path, entry.path) as fd:
-                data = os.pread(fd.number, block.end - block.begin, header.data_start + block.begin)
-            if checksum(data) == header.checksums[CALIBRATION]:
-                return torch.frombuffer(bytearray(data), dtype=torch.float32).view(block.shape)
-        return None
+    @functools.cached_property
+    def _scales_ND(self) -> torch.Tensor | None:
+        """The set's channel scales [N, D]: a shard's, the spool's, or made again; None for a codec without.
+
+        Raises:
+            StoreError: They do not come out as they were.
+        """
+        manifest = self._manifest
+        if manifest.capture.codec not in CALIBRATED_CODECS:
+            return None
+        scales_ND = set_scales(self._states, manifest)
+        if scales_ND is None:
+            scales_ND = self._spooled_scales()
+        return self._scales_made_again() if scales_ND is None else scales_ND
+
+    def _spooled_scales(self) -> torch.Tensor | None:
+        """Scales in the spool that an extraction did not get to remove."""
+        manifest = self._manifest
+        path = Spool(self._home, manifest.capture).folder / FILE_NAME
+        try:
+            found = read_calibration(path, manifest.identity, (len(manifest.boundaries) + 1, manifest.hidden_size))
+        except StoreError:
+            return None
+        return found.scales_ND if found.digest == manifest.calibration else None
+
+    def _scales_made_again(self) -> torch.Tensor:
+        plan = self._plan
+        assert plan is not None, "without a plan no shard gets here"
+        console.log("repair: no shard holds the set's channel scales whole: they are made again from the plan's slice")
+        spool = Spool(self._staging, self._manifest.capture)
+        calibration = calibrate(plan, self._tokens, self._open_engine(), spool, None)
+        assert calibration is not None
+        if calibration.digest != self._manifest.calibration:
+            raise StoreError(
+                f"no shard holds the set's channel scales whole, and made again they are {calibration.digest}, "
+                f"the manifest says {self._manifest.calibration}; the damaged files are still in place",
+                "`dvc fetch` and `make repair` when a remote has them; otherwise extract anew",
+            )
+        return calibration.scales_ND

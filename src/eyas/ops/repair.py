@@ -1,10 +1,11 @@
 """``eyas repair``: damaged shards become what they were, intact ones are not touched.
 
-    findings of verify → per shard: DVC's cache | the file that changed places | the engine → same md5 → rename
+    findings of verify → per shard: DVC's cache | the file that changed places | own blocks, engine → same md5 → rename
 
 A shard is taken from DVC's cache when an intact object lies there under another inode; otherwise the planned batches
 that hold damaged samples are captured again, in the same composition, so that the same bytes come out. Blocks of
-intact samples are kept as they are stored. The workspace's file is usually a hard link of the cache's object, which is
+intact samples are kept as they are stored, and channel scales of a lossy codec come from wherever the set still has
+them: a shard with nothing but damaged scales needs no engine. The workspace's file is usually a hard link of the cache's object, which is
 damaged with it: both names get the repaired file.
 """
 
@@ -37,7 +38,7 @@ from eyas.shards.verify import Finding, check_set, check_shard
 from eyas.target.locate import ensure
 from eyas.tokens.dataset import iter_tokens, read_index
 
-How = Literal["whole", "from the cache", "moved back", "captured again"]
+How = Literal["whole", "from the cache", "moved back", "written again", "captured again"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,7 @@ def repair(root: Path, engine: Engine | None = None) -> list[Repaired]:
                 plan=plan,
                 tokens=tokens,
                 cache=CacheLinks(root, STATES),
-                recapture=Recapture(root / STATES, staging, manifest, plan, tokens, open_engine),
+                recapture=Recapture(root / STATES, root / HOME, staging, manifest, plan, tokens, open_engine),
                 staging=staging,
             )
             done = _repair_all(run, findings)
@@ -216,7 +217,7 @@ def _repair_one(run: _Run, entry: ShardEntry, damage: Sequence[Finding], moved: 
     if written.md5 != entry.md5:
         _accept_other(run, entry, written, was_recorded=_is_recorded(target, entry))
     run.cache.place(run.staging / entry.path, target, written)
-    return result("captured again", num_captured, written.md5)
+    return result("captured again" if num_captured else "written again", num_captured, written.md5)
 
 
 def _is_recorded(path: Path, entry: ShardEntry) -> bool:

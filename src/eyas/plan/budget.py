@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eyas import console
-from eyas.contracts import BYTES_PER_MASK, BYTES_PER_TOKEN_ID, CapturePlan, LastRows, payload_bytes
+from eyas.contracts import CapturePlan, LastRows
 from eyas.errors import DiskError
 
 HEADER_BYTES_PER_SAMPLE = 1024
@@ -58,11 +58,6 @@ def expected_bytes(plan: CapturePlan, last_rows: LastRows, codec: str) -> int:
     """Bytes of the plan's hidden states when these rows are stored with this codec."""
     payload = plan.trained_payload_bytes if last_rows == "trained" else plan.payload_bytes
     return math.ceil(payload * CODEC_RATIO[codec])
-
-
-def bytes_per_token(hidden_size: int, num_streams: int) -> int:
-    """Bytes of one stored token: its states, its id and its mask."""
-    return payload_bytes(1, hidden_size, num_streams) + BYTES_PER_TOKEN_ID + BYTES_PER_MASK
 
 
 def peak_copies(cache_types: Sequence[str]) -> int:

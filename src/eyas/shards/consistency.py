@@ -21,6 +21,9 @@ sample; "swapped" are states of another sample of the same length, 1,500 pairs o
     correlation of boundary 27 and last,
     assistant rows                            lowest 0.491, median 0.652   swapped: 99 % 0.09, highest 0.38
 
+The same set stored with ``int8`` gives 0.513 and 0.838, 0.898 and 0.992, 0.174, 0.255 and 0.384, 0.524 and 0.652; one
+row off at most 0.082: the same floors hold.
+
 Letters: T tokens, R rows of a window, A aux streams, D target hidden, V target vocab, C candidate tokens.
 """
 

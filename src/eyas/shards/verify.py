@@ -20,17 +20,19 @@ import torch
 from eyas.contracts import CapturePlan, ShardEntry, ShardManifest, TokenSample
 from eyas.errors import StoreError
 from eyas.shards.account import check_account
-from eyas.shards.codecs import Codec
+from eyas.shards.codecs import Codec, tensor_bytes
 from eyas.shards.consistency import Score, incoherent, judge
-from eyas.shards.format import CALIBRATION, KINDS, ShardHeader, block_name
+from eyas.shards.format import CALIBRATION, KINDS, ShardHeader, block_name, checksum
 from eyas.shards.reader import (
     StoredStates,
     check_identity,
+    check_scales,
     open_entry,
     open_shard,
     read_encoded,
     read_header,
     read_sample,
+    read_scales,
     shard_codec,
 )
 from eyas.shards.writer import stored_sample
@@ -143,7 +145,7 @@ def check_set(
         except StoreError as error:
             findings.append(_of_file(entry.path, error.message))
     findings += _twice(headers)
-    findings += _calibrations(headers)
+    findings += _other_scales(headers, set_scales(folder, manifest))
     if plan is not None and plan.identity == manifest.identity:
         findings += _unlike_plan(headers, plan, manifest)
     elif tokens is not None and len(headers) == len(manifest.shards):
@@ -164,13 +166,32 @@ def _twice(headers: Mapping[str, ShardHeader]) -> Iterator[Finding]:
             seen[sample.sample_id] = path
 
 
-def _calibrations(headers: Mapping[str, ShardHeader]) -> Iterator[Finding]:
-    """All shards of a set are coded with the same channel scales: readers take those of any."""
-    found = {path: header.checksums[CALIBRATION] for path, header in headers.items() if CALIBRATION in header.blocks}
-    values = list(found.values())
-    usual = max(set(values), key=values.count) if values else ""
-    for path in (path for path, value in found.items() if value != usual):
-        yield _of_file(path, f"{path}: channel scales {found[path]}, the other shards have {usual}")
+def set_scales(folder: Path, manifest: ShardManifest) -> torch.Tensor | None:
+    """Channel scales [N, D] of a set, from the first shard that holds them as the manifest knows them.
+
+    Returns:
+        None when no shard does, or when the codec of the set has none.
+    """
+    for entry in manifest.shards if manifest.calibration else ():
+        try:
+            header = open_entry(folder, entry, manifest)
+            with open_shard(folder / entry.path, entry.path) as fd:
+                check_scales(fd.number, header, manifest)
+                return read_scales(fd.number, header)
+        except StoreError:
+            continue
+    return None
+
+
+def _other_scales(headers: Mapping[str, ShardHeader], scales_ND: torch.Tensor | None) -> Iterator[Finding]:
+    """Shards whose header lists other channel scales than the set's: their states are coded with those."""
+    if scales_ND is None:
+        return  # no codec with scales, or all are damaged, which reading each shard shows
+    expected = checksum(tensor_bytes(scales_ND))
+    for path, header in headers.items():
+        found = header.checksums.get(CALIBRATION)
+        if found != expected:
+            yield _of_file(path, f"{path}: calibration: checksum {found}, the set's channel scales have {expected}")
 
 
 def _unlike_plan(headers: Mapping[str, ShardHeader], plan: CapturePlan, manifest: ShardManifest) -> Iterator[Finding]:
@@ -207,15 +228,26 @@ def check_shard(
     try:
         header = open_entry(folder, entry, manifest)
         with open_shard(path, entry.path) as fd:
-            codec = shard_codec(fd.number, header)
+            scales = _scales_problem(fd.number, header, manifest)
+            codec = None if scales else shard_codec(fd.number, header)
 
             def check(index: int) -> Iterator[Finding]:
+                if codec is None:  # nothing can be decoded: checksums alone tell which samples are whole
+                    return _damaged_blocks(fd.number, header, index)
                 return _check_sample(fd.number, header, index, codec, against, scores)
 
-            findings = tuple(_read_through(fd.number, entry, header, check, on_bytes))
+            findings = (*scales, *_read_through(fd.number, entry, header, check, on_bytes))
     except StoreError as error:
         return ShardCheck((_of_file(entry.path, error.message),))
     return ShardCheck(findings, scores)
+
+
+def _scales_problem(fd: int, header: ShardHeader, manifest: ShardManifest) -> tuple[Finding, ...]:
+    try:
+        check_scales(fd, header, manifest)
+    except StoreError as error:
+        return (_of_file(header.facts.shard, error.message),)
+    return ()
 
 
 def _read_through(

@@ -183,8 +183,7 @@ def write_shard(
     # md5 and the disk take turns for no reason: both let go of the interpreter, so they run side by side.
     with ThreadPoolExecutor(1, "shard-md5") as hasher, fs.atomic_writer(folder / facts.shard) as handle:
         md5 = hasher.submit(_md5, buffers)
-        for buffer in buffers:
-            handle.write(buffer)
+        fs.write_all(handle, buffers)
         digest = md5.result()
     return ShardEntry(
         path=facts.shard,

@@ -10,8 +10,9 @@ from eyas.canonical import to_plain
 from eyas.config import Params
 from eyas.contracts import CapturePlan, TargetIdentity
 from eyas.engines.base import Engine
-from eyas.engines.loop import HOME, LOCK_NAME, ExtractLimits, ExtractResult, extract
+from eyas.engines.loop import HOME, LOCK_NAME, ExtractLimits, extract
 from eyas.engines.registry import make_engine
+from eyas.engines.summary import extract_table
 from eyas.errors import PlanError
 from eyas.plan.build import build_plan
 from eyas.plan.cache import cache_types, check_links, hashes, locked_stage, object_finder
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
         run.facts = {"identity": plan.identity, "num_resumed_shards": result.num_resumed_shards}
         if result.effect is not None:
             run.facts["effect"] = to_plain(result.effect)
-    console.emit(_summary(result, out))
+    console.emit(extract_table(result, out))
 
 
 def _settle(root: Path, out: Path, manifest_path: Path) -> None:
@@ -86,21 +87,6 @@ def _engine(params: Params, target: TargetIdentity, plan: CapturePlan) -> Engine
         options=params.extract.engine_options,
         trust_remote_code=params.target.trust_remote_code,
     )
-
-
-def _summary(result: ExtractResult, out: Path) -> str:
-    manifest = result.manifest
-    rows = [
-        ("samples", f"{manifest.num_stored_samples:,}"),
-        ("tokens", f"{manifest.num_stored_tokens:,}"),
-        ("shards", f"{len(manifest.shards):,} in {out}, {result.num_resumed_shards:,} of them from an earlier run"),
-        ("size", console.human_bytes(manifest.stored_bytes)),
-        ("speed", f"{result.num_tokens / max(result.work_s, 1e-9):,.0f} tok/s"),
-        ("failed", "\n".join([f"{len(manifest.failed):,}", *(f"  {sample.reason}" for sample in manifest.failed)])),
-    ]
-    if result.effect is not None:
-        rows.append((manifest.capture.codec, str(result.effect)))
-    return console.table(rows)
 
 
 if __name__ == "__main__":

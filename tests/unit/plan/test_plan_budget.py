@@ -11,7 +11,7 @@ from test_plan_build import capture, named
 
 from eyas import fs
 from eyas.errors import DiskError
-from eyas.plan.budget import budget, bytes_per_token, check_fits, peak_copies, stored_bytes
+from eyas.plan.budget import budget, check_fits, peak_copies, stored_bytes
 
 GB = 10**9
 
@@ -85,10 +85,6 @@ def test_budget_never_counts_below_nothing():
 
 def test_no_cache_and_links_count_once():
     assert [peak_copies(types) for types in ((), ("reflink",), ("hardlink",), ("hardlink", "reflink"))] == [1, 1, 1, 1]
-
-
-def test_bytes_per_token_of_kimi():
-    assert bytes_per_token(7168, 4) == 57_344 + 5
 
 
 def test_link_probe_really_links(tmp_path):

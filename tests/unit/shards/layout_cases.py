@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import copy
 import dataclasses
 import functools
+import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -25,6 +29,8 @@ REPOSITORY = Path(__file__).parents[3]
 VOCAB = 1000
 COMPOSE = config.load
 LAYOUTS = (("speculators_v1", "0.3.0"), ("speculators_v1", "0.4.0"), ("speculators", ""), ("specforge", ""))
+QUICK_LAYOUTS = [it if i in (1, 2) else pytest.param(*it, marks=pytest.mark.slow) for i, it in enumerate(LAYOUTS)]
+"""Every layout, two of them in the quick room."""
 
 
 @functools.cache
@@ -86,8 +92,22 @@ class World:
         save_file(
             {"model.norm.weight": self.scale_D, "lm_head.weight": self.head_VD}, self.folder / "model.safetensors"
         )
+        self._patch(monkeypatch)
+
+    def _patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(exchange, "ensure", lambda *_: self.folder)
         monkeypatch.setattr(exchange.config, "load", lambda path: load_params(path.read_text()))
+        # Nobody cuts the power here; waiting for the disk would be a third of these tests' time.
+        monkeypatch.setattr(os, "fsync", lambda _: None)
+
+    def copied(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+        """The same below another root."""
+        world = copy.copy(self)
+        shutil.copytree(self.root, root, dirs_exist_ok=True, ignore=shutil.ignore_patterns("exported-*"))
+        world.root, world.folder = root, root / "target"
+        world.reader = ShardReader(root / "data/hidden_states", self.reader.manifest)
+        world._patch(monkeypatch)
+        return world
 
     def _aux(self, sample: TokenSample, generator: torch.Generator) -> torch.Tensor:
         num_aux = len(self.capture.boundaries)
@@ -102,6 +122,15 @@ class World:
 
     def export(self, layout: str, version: str = "", name: str = "out") -> ExportResult:
         return export_states(self.root, layout, self.root / name, version)
+
+    def copy_export(self, layout: str, version: str = "") -> None:
+        """What ``export`` of the default world would write, out of one made before."""
+        world, name = default_world(), f"exported-{layout}{version}"
+        if not (world.root / name).exists():
+            with pytest.MonkeyPatch.context() as patch:
+                world._patch(patch)
+                world.export(layout, version, name)
+        shutil.copytree(world.root / name, self.root / "out")
 
     def enter(self, layout: str, name: str = "out", to: str = "in", **request) -> ImportReport:
         return import_states(
@@ -118,6 +147,15 @@ class World:
 
         manifest = fs.read_record(ShardManifest, self.root / to / "hidden_states.json")
         return ShardReader(self.root / to / "hidden_states", manifest)
+
+
+@functools.cache
+def default_world() -> World:
+    """Made once; tests work on copies."""
+    folder = Path(tempfile.mkdtemp(prefix="eyas-world-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with pytest.MonkeyPatch.context() as patch:
+        return World(folder, patch)
 
 
 def tree(folder: Path) -> dict[str, str]:

@@ -11,6 +11,7 @@ import torch
 
 from eyas.contracts import CaptureIdentity, CapturePlan, EngineFacts, ShardEntry, ShardManifest, TokenSample
 from eyas.plan.build import build_plan
+from eyas.shards.calibration import Calibration, make_calibration
 from eyas.shards.codecs import make_codec
 from eyas.shards.encode import Encoder
 from eyas.shards.writer import ShardAssembly
@@ -76,9 +77,11 @@ def ids_of(sample: TokenSample) -> torch.Tensor:
 def store(folder: Path, plan: CapturePlan, tokens: dict[str, TokenSample], states: States, seed: int = 0):
     """Write a whole plan, samples arriving in a random order; gives the manifest."""
     entries: list[ShardEntry] = []
-    with Encoder(make_codec(plan.capture.codec)) as encoder:
+    calibration = Calibration(make_calibration(states.values())) if plan.capture.codec == "int8" else None
+    scales_ND = calibration.scales_ND if calibration else None
+    with Encoder(make_codec(plan.capture.codec, scales_ND)) as encoder:
         for planned in plan.shards:
-            assembly = ShardAssembly(planned, plan.capture, plan.hidden_size, tokens, encoder)
+            assembly = ShardAssembly(planned, plan.capture, plan.hidden_size, tokens, encoder, scales_ND)
             arriving = [sample.sample_id for sample in planned.samples]
             random.Random(seed).shuffle(arriving)
             for sample_id in arriving:
@@ -86,7 +89,8 @@ def store(folder: Path, plan: CapturePlan, tokens: dict[str, TokenSample], state
             entry = assembly.write(folder).entry
             assert entry is not None
             entries.append(entry)
-    return make_manifest(plan, entries)
+    manifest = make_manifest(plan, entries)
+    return dataclasses.replace(manifest, calibration=calibration.digest) if calibration else manifest
 
 
 def make_manifest(plan: CapturePlan, entries: Sequence[ShardEntry]) -> ShardManifest:

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -117,18 +118,24 @@ def die_at(number: int, before: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("codec", ["raw", "int8"])
 @pytest.mark.parametrize("before", [True, False])
-def test_killed_at_every_call_that_changes_the_disk(tmp_path, before):
+def test_killed_at_every_call_that_changes_the_disk(tmp_path, before, codec):
     """Inside rename, journal, publication and clean-up: each of them, one run each."""
-    kill_at_calls(tmp_path, range(1, 1000), before)
+    kill_at_calls(tmp_path, range(1, 1000), before, codec)
 
 
 def test_killed_at_calls_that_change_the_disk(tmp_path):
     kill_at_calls(tmp_path, range(2, 1000, 7), before=True)
 
 
-def kill_at_calls(tmp_path: Path, numbers: range, before: bool) -> None:
-    whole = Case(tmp_path / "whole", num_samples=8)
+def test_killed_around_the_calibration_a_run_ends_with_the_same_scales(tmp_path):
+    """The file with the scales is half, there, or already removed; every such call in the slow room."""
+    kill_at_calls(tmp_path, [*range(13, 19), *range(22, 1000, 6)], True, "int8")
+
+
+def kill_at_calls(tmp_path: Path, numbers: Iterable[int], before: bool, codec: str = "raw") -> None:
+    whole = Case(tmp_path / "whole", num_samples=8, codec=codec)
     assert end(in_child(whole.extract)) == 0
     hashes = whole.hashes()
     assert len(whole.plan.shards) >= 3

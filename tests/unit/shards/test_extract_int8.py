@@ -96,6 +96,9 @@ def test_scales_that_are_not_the_manifest_s_are_refused(case):
         StoreError, match=f"{Calibration(expected_scales(case)).digest}', the manifest says '{'f' * 64}"
     ):
         reader.read(reader.samples[0].sample_id)
+    found = verify(case.out, manifest, case.tokens)
+    assert {(f.shard, f.sample_id) for f in found} == {(entry.path, "") for entry in manifest.shards}
+    assert all(manifest.calibration in f.problem for f in found)
 
 
 def test_a_flipped_bit_in_the_scales_is_found_by_whoever_reads(case):
@@ -109,7 +112,12 @@ def test_a_flipped_bit_in_the_scales_is_found_by_whoever_reads(case):
     reader = ShardReader(case.out, manifest)
     with pytest.raises(StoreError, match="calibration: checksum"):
         reader.read(header.samples[0].sample_id)
-    assert any("md5" in finding.problem for finding in verify(case.out, manifest, case.tokens))
+    found = verify(case.out, manifest, case.tokens)
+    assert {(f.shard, f.sample_id) for f in found} == {(manifest.shards[0].path, "")}
+    assert [what for what in ("calibration: checksum", ": md5") if any(what in f.problem for f in found)] == [
+        "calibration: checksum",
+        ": md5",
+    ]
 
 
 @pytest.mark.parametrize("num_calls", [0, 1, 39, 40, 41, 45, 50])

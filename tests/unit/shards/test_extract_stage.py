@@ -1,5 +1,6 @@
 """Stage ``extract`` as DVC runs it, with the fake engine; and the golden bytes of a capture."""
 
+import errno
 import os
 import re
 import subprocess
@@ -13,13 +14,14 @@ from shard_cases import make_tokens
 from eyas import fs
 from eyas.canonical import digest
 from eyas.config import ExtractConfig
-from eyas.contracts import ShardManifest
-from eyas.errors import PlanError
+from eyas.contracts import CapturePlan, ShardManifest
+from eyas.errors import DiskError, PlanError
+from eyas.plan.budget import stored_bytes
 from eyas.shards.reader import ShardReader
 from eyas.shards.verify import verify
 from eyas.stages import extract as stage_extract
 from eyas.stages import plan as stage_plan
-from eyas.tokens.dataset import write_tokens
+from eyas.tokens.dataset import read_lengths, write_tokens
 
 ROOT = Path(__file__).parents[3]
 PLAN = ["models/target.json", "data/tokens", "data/plan.json"]
@@ -77,6 +79,48 @@ def test_a_plan_of_other_tokens_is_refused(repository):
     write_tokens(Path("data/tokens"), list(make_tokens([5, 9, 14, 3, 8, 21, 7, 7, 2, 30], seed=9).values()))
     with pytest.raises(PlanError, match="capture identity"):
         stage_extract.main(EXTRACT)
+
+
+def test_reordered_rows_are_the_same_capture(repository):
+    """Case 36: samples are named by content, so another order of rows is no other data and changes no byte."""
+    stage_extract.main(EXTRACT)
+    before = fs.tree_digests(Path(EXTRACT[-2])), fs.hash_file(Path(EXTRACT[-1]))
+    write_tokens(Path("data/tokens"), list(reversed(repository.values())))
+    assert read_lengths(Path("data/tokens")) == [(s.sample_id, len(s.input_ids)) for s in reversed(repository.values())]
+    stage_plan.main(PLAN)
+    stage_extract.main(EXTRACT)
+    assert (fs.tree_digests(Path(EXTRACT[-2])), fs.hash_file(Path(EXTRACT[-1]))) == before
+
+
+def dvc_config(text: str) -> None:
+    Path(".dvc").mkdir()
+    Path(".dvc/config").write_text(text)
+
+
+def test_a_cache_beyond_hardlinks_is_refused_before_anything_is_captured(repository, monkeypatch):
+    """Case 22: the stage itself asks with a real link."""
+
+    def refuse(*_):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    dvc_config("[cache]\n    type = hardlink\n")
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(DiskError, match="cannot hold hardlinks"):
+        stage_extract.main(EXTRACT)
+    assert not Path(".eyas/spool").exists()
+
+
+def test_a_copying_cache_needs_room_for_two(repository, monkeypatch):
+    """Case 21: the stage counts with the repository's own cache.type."""
+    needed = stored_bytes(fs.read_record(CapturePlan, Path(PLAN[-1])))
+    monkeypatch.setattr(fs, "free_bytes", lambda _: needed * 3 // 2)
+    dvc_config("[cache]\n    type = copy\n")
+    with pytest.raises(DiskError, match="needs the shards twice") as caught:
+        stage_extract.main(EXTRACT)
+    assert "hardlink" in caught.value.hint
+    Path(".dvc/config").write_text("[cache]\n    type = hardlink\n")
+    stage_extract.main(EXTRACT)
+    assert Path(EXTRACT[-1]).exists()
 
 
 @pytest.mark.parametrize("key", ["num_tokens", "num_samples", "payload_bytes", "hidden_size", "shards"])

@@ -11,20 +11,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from layout_cases import LAYOUTS, World
+from layout_cases import LAYOUTS, QUICK_LAYOUTS, World, default_world
 from safetensors.torch import load_file, save_file
 
 from eyas.errors import CaptureError, DataError
 from eyas.ops import exchange
 from eyas.ops.import_engine import ImportEngine
+from eyas.shards.calibration import Calibration, make_calibration
+from eyas.shards.int8 import Int8Codec
 from eyas.shards.layouts.norms import NormReading
+from eyas.shards.verify import verify
 
 Change = Callable[[Path], object]
 
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    return World(tmp_path, monkeypatch)
+    return default_world().copied(tmp_path, monkeypatch)
 
 
 def forget(world: World, name: str = "out") -> Path:
@@ -34,7 +37,7 @@ def forget(world: World, name: str = "out") -> Path:
 
 
 @pytest.mark.parametrize("codec", [pytest.param("raw", marks=pytest.mark.slow), "blosc2"])
-@pytest.mark.parametrize(("layout", "version"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "version"), QUICK_LAYOUTS)
 def test_round_trip(world: World, layout: str, version: str, codec: str) -> None:
     params = world.root / "params.yaml"
     params.write_text(params.read_text().replace("codec: blosc2", f"codec: {codec}"))
@@ -42,7 +45,7 @@ def test_round_trip(world: World, layout: str, version: str, codec: str) -> None
     report = world.enter(layout)
     reader = world.imported()
     assert (report.num_files, report.num_imported, report.bad) == (6, 6, ())
-    assert report.boundaries == (1, 2, 3)
+    assert (report.boundaries, report.is_lossy) == ((1, 2, 3), False)
     assert (reader.manifest.capture.engine, reader.manifest.capture.codec) == ("import", codec)
     assert reader.manifest.identity == report.identity
     for stored in world.stored():
@@ -59,8 +62,48 @@ def test_round_trip(world: World, layout: str, version: str, codec: str) -> None
             assert float(error.max()) < 3 * 2**-8
 
 
+def test_an_import_is_stored_with_codec_int8(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    params = world.root / "params.yaml"
+    params.write_text(params.read_text().replace("codec: blosc2", "codec: int8"))
+    world.copy_export("specforge")
+    report = world.enter("specforge")
+    assert report.is_lossy
+    assert re.search(r"import: int8: 0\.\d+ of bf16; \d+ rows: KL", capsys.readouterr().err)
+    reader = world.imported()
+    assert verify(reader.folder, reader.manifest) == []
+    scales_ND = make_calibration((s.aux_TAD, s.last_TD) for s in world.stored())
+    assert reader.manifest.calibration == Calibration(scales_ND).digest, "six samples are all of the slice"
+    codec = Int8Codec(scales_ND)
+    for stored in world.stored():
+        again = reader.read(stored.sample.sample_id)
+        for stream, (found_TD, given_TD) in enumerate(
+            zip((*again.aux_TAD.unbind(1), again.last_TD), (*stored.aux_TAD.unbind(1), stored.last_TD), strict=True)
+        ):
+            expected_TD = torch.empty_like(found_TD.contiguous())
+            codec.decode(codec.encode(given_TD.contiguous(), stream), expected_TD, stream)
+            assert torch.equal(found_TD, expected_TD)
+
+
+@pytest.mark.parametrize(
+    ("layout", "version"), [LAYOUTS[3], *(pytest.param(*it, marks=pytest.mark.slow) for it in LAYOUTS[:3])]
+)
+def test_lossy_states_come_back_as_the_set_gave_them_and_stay_marked(
+    layout: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, monkeypatch, codec="int8")
+    world.export(layout, version)
+    report = world.enter(layout)
+    reader = world.imported()
+    assert (report.is_lossy, reader.manifest.capture.codec, reader.manifest.calibration) == (True, "blosc2", "")
+    for stored in world.stored():
+        again = reader.read(stored.sample.sample_id)
+        assert torch.equal(again.aux_TAD, stored.aux_TAD)
+        if layout == "specforge":
+            assert torch.equal(again.last_TD, stored.last_TD)
+
+
 def test_a_foreign_folder_comes_in_under_its_own_names(world: World) -> None:
-    world.export("speculators")
+    world.copy_export("speculators")
     forget(world)
     with pytest.raises(DataError, match="do not say which layers"):
         world.enter("speculators")
@@ -158,7 +201,7 @@ FAULTY = [
 @pytest.mark.parametrize(("layout", "fault"), FAULTY)
 def test_a_bad_file_is_listed_and_the_account_closes(world: World, layout: str, fault: str) -> None:
     """Cases 28, 29, 30 and 31 of a foreign folder."""
-    world.export(layout, "0.4.0" if layout == "speculators_v1" else "")
+    world.copy_export(layout, "0.4.0" if layout == "speculators_v1" else "")
     change, reason = FAULTS[fault]
     change(world.root / "out" / PATHS[layout])
     with pytest.raises(DataError, match=r"1 of 6 files .* are bad, at most 0 allowed"):
@@ -173,10 +216,10 @@ def test_a_bad_file_is_listed_and_the_account_closes(world: World, layout: str, 
     assert len(world.imported().samples) == 5
 
 
-@pytest.mark.parametrize("layout", ["speculators_v1", "specforge"])
+@pytest.mark.parametrize("layout", ["speculators_v1", pytest.param("specforge", marks=pytest.mark.slow)])
 def test_a_flipped_bit_is_found_where_the_container_has_a_checksum(world: World, layout: str) -> None:
     """Case 29: the peers load these files mapped, without looking at the checksum."""
-    world.export(layout, "0.3.0" if layout == "speculators_v1" else "")
+    world.copy_export(layout, "0.3.0" if layout == "speculators_v1" else "")
     path = world.root / "out" / PATHS[layout]
     flipped(path)
     torch.load(path, weights_only=True, mmap=True)
@@ -186,7 +229,7 @@ def test_a_flipped_bit_is_found_where_the_container_has_a_checksum(world: World,
 
 
 def test_a_pickle_is_never_run(world: World) -> None:
-    world.export("speculators_v1", "0.3.0")
+    world.copy_export("speculators_v1", "0.3.0")
     pickled(world.root / "out/data_1.pt")
     report = world.enter("speculators_v1", max_failed=1)
     assert [file.path for file in report.bad] == ["data_1.pt"]
@@ -194,7 +237,7 @@ def test_a_pickle_is_never_run(world: World) -> None:
 
 def test_three_streams_where_four_are_expected(world: World) -> None:
     """Case 32."""
-    world.export("speculators_v1", "0.4.0")
+    world.copy_export("speculators_v1", "0.4.0")
     edited(hidden_states=lambda v: v[1:])(world.root / "out/data_0.pt")
     report = world.enter("speculators_v1", max_failed=1)
     assert "aux: shape" in report.bad[0].problem
@@ -203,7 +246,7 @@ def test_three_streams_where_four_are_expected(world: World) -> None:
 
 def test_another_token_id_than_the_rows(world: World) -> None:
     """Case 33: the id at one place differs between file and row: an error with both ids."""
-    world.export("speculators")
+    world.copy_export("speculators")
     path = world.root / "out/hidden_states/hs_0.safetensors"
     value = load_file(path)
     was = int(value["token_ids"][3])
@@ -218,7 +261,7 @@ def test_another_token_id_than_the_rows(world: World) -> None:
 
 
 def test_a_sample_that_comes_twice_is_listed(world: World) -> None:
-    world.export("speculators_v1", "0.3.0")
+    world.copy_export("speculators_v1", "0.3.0")
     (world.root / "out/data_6.pt").write_bytes((world.root / "out/data_4.pt").read_bytes())
     report = world.enter("speculators_v1", max_failed=1)
     assert [file.problem for file in report.bad] == ["the same ids and mask as data_4.pt"]
@@ -227,7 +270,7 @@ def test_a_sample_that_comes_twice_is_listed(world: World) -> None:
 @pytest.mark.parametrize(("version", "expected"), [("0.3.0", "post_norm"), ("0.4.0", "pre_norm")])
 def test_v1_norm_state_is_read_from_the_states(world: World, version: str, expected: str) -> None:
     """Case 41: no file says it; the target's head and the length after the norm do."""
-    world.export("speculators_v1", version)
+    world.copy_export("speculators_v1", version)
     forget(world)
     report = world.enter("speculators_v1")
     assert (report.final_hidden, report.boundaries) == (expected, (1, 2, 3))
@@ -239,7 +282,7 @@ def test_v1_norm_state_is_read_from_the_states(world: World, version: str, expec
 
 def test_states_that_contradict_the_layout_are_refused(world: World) -> None:
     """Case 41: post-norm states in a place for pre-norm ones."""
-    world.export("speculators")
+    world.copy_export("speculators")
     forget(world)
     for index, stored in enumerate(world.stored()):
         path = world.root / f"out/hidden_states/hs_{index}.safetensors"
@@ -270,7 +313,7 @@ def test_the_verdict_needs_both_signs(as_post: float, as_pre: float, unit_error:
 
 
 def test_v1_whose_states_do_not_tell_must_be_given(world: World) -> None:
-    world.export("speculators_v1", "0.4.0")
+    world.copy_export("speculators_v1", "0.4.0")
     folder = forget(world)
     for path in folder.glob("*.pt"):
         noise = torch.Generator().manual_seed(len(path.read_bytes()))
@@ -283,7 +326,7 @@ def test_v1_whose_states_do_not_tell_must_be_given(world: World) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_specforge_padding_is_cut(world: World, packed: bool) -> None:
     """Padding that was captured has ids and mask of zero but real states."""
-    world.export("specforge")
+    world.copy_export("specforge")
     folder = forget(world)
     for path in sorted(folder.rglob("*.ckpt")):
         value = torch.load(path, weights_only=True)
@@ -309,7 +352,7 @@ def test_specforge_padding_is_cut(world: World, packed: bool) -> None:
 )
 def test_v1_layer_ids_of_another_last_layer_are_refused(world: World, ids: list, message: str) -> None:
     """Case 57 of a foreign folder: the last state one layer early."""
-    world.export("speculators_v1", "0.4.0")
+    world.copy_export("speculators_v1", "0.4.0")
     config = world.root / "out/data_config.json"
     config.write_text(json.dumps({"hidden_states": {"layer_ids": ids}}))
     with pytest.raises(DataError, match=message):
@@ -317,7 +360,7 @@ def test_v1_layer_ids_of_another_last_layer_are_refused(world: World, ids: list,
 
 
 def test_boundaries_that_contradict_are_refused(world: World) -> None:
-    world.export("speculators_v1", "0.4.0")
+    world.copy_export("speculators_v1", "0.4.0")
     with pytest.raises(DataError, match=r"contradict each other: given: \[1, 2, 4\], the layout: \[1, 2, 3\]"):
         world.enter("speculators_v1", boundaries=(1, 2, 4))
 
@@ -332,7 +375,7 @@ def test_a_folder_without_such_files_is_refused(world: World, layout: str) -> No
 
 
 def test_a_file_that_changes_after_the_scan_is_not_stored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.export("specforge")
+    world.copy_export("specforge")
     real = exchange._judge
 
     def change_then_judge(*arguments):
@@ -349,7 +392,7 @@ def test_a_file_that_changes_after_the_scan_is_not_stored(world: World, monkeypa
 def test_an_interrupted_import_ends_the_same(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     params = world.root / "params.yaml"
     params.write_text(params.read_text().replace("shard_bytes: 67108864", "shard_bytes: 2048"))
-    world.export("speculators")
+    world.copy_export("speculators")
     whole = world.enter("speculators", to="whole")
     real, asked = ImportEngine.capture, []
 
@@ -371,7 +414,7 @@ def test_an_interrupted_import_ends_the_same(world: World, monkeypatch: pytest.M
 
 
 def test_other_states_under_the_same_ids_are_another_identity(world: World) -> None:
-    world.export("specforge")
+    world.copy_export("specforge")
     first = world.enter("specforge", to="a")
     on_states(lambda s: s * 2)(world.root / "out" / PATHS["specforge"])
     assert world.enter("specforge", to="b").identity != first.identity

@@ -56,6 +56,8 @@ class ExportFacts:
     """The aux boundaries and the last layer in the layout's own spelling."""
     final_hidden: FinalHidden
     hidden_size: int
+    is_lossy: bool = False
+    """The set's codec had rounded the states: they are near the target's, not equal to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
