@@ -223,6 +223,16 @@ def hash_file(path: Path, algorithm: str = "sha256") -> str:
         return hashlib.file_digest(handle, algorithm).hexdigest()
 
 
+def has_md5(path: Path, md5: str) -> bool:
+    """Whether a file's content has this md5; what the disk cannot read has none."""
+    try:
+        return hash_file(path, "md5") == md5
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return False
+
+
 def file_digest(path: Path, root: Path) -> FileDigest:
     """Path relative to root, size and SHA-256 of one file."""
     return FileDigest(path=path.relative_to(root).as_posix(), size_bytes=path.stat().st_size, sha256=hash_file(path))
@@ -288,9 +298,10 @@ def volume_lock(path: Path, what: str) -> Iterator[None]:
                 f"{path} is locked by {handle.read().strip() or 'another process'}",
                 "wait for it, or stop that process",
             ) from None
-        handle.truncate(0)
-        handle.write(_holder(what))
-        handle.flush()
+        with disk_errors(path):
+            handle.truncate(0)
+            handle.write(_holder(what))
+            handle.flush()
         yield
 
 

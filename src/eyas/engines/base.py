@@ -41,7 +41,10 @@ class Engine(Protocol):
         ...
 
     def capture(self, batch: Sequence[TokenSample]) -> Iterator[CapturedSample]:
-        """States of every sample of one planned batch; raises ``CaptureError`` naming a sample."""
+        """States of every sample of one planned batch; raises ``CaptureError`` naming a sample.
+
+        What is yielded is given away: it is encoded while the engine goes on, so its memory must not be used again.
+        """
         ...
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[Generated]:

@@ -12,12 +12,11 @@ import shutil
 import stat
 from pathlib import Path
 
-import yaml
-
 from eyas import fs
 from eyas.contracts import ShardEntry
-from eyas.plan.cache import cache_dir, cache_types
+from eyas.plan.cache import cache_dir, cache_types, hashes, locked_stage
 
+STAGE = "extract"
 LINK = "hardlink"
 PART = f".eyas-repair{fs.PART_SUFFIX}"
 
@@ -42,7 +41,7 @@ class CacheLinks:
     def restore(self, md5: str, path: Path) -> bool:
         """Put the cache's object at ``path`` when it is intact and another file than what lies there."""
         cached = self.object_path(md5)
-        if not cached.is_file() or (path.exists() and cached.samefile(path)) or fs.hash_file(cached, "md5") != md5:
+        if not cached.is_file() or (path.exists() and cached.samefile(path)) or not fs.has_md5(cached, md5):
             return False
         self._replace(cached, path)
         return True
@@ -69,24 +68,25 @@ class CacheLinks:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + PART)
         part.unlink(missing_ok=True)
-        with fs.disk_errors(path):
-            if self._links:
-                os.link(source, part)
-            else:
-                shutil.copy2(source, part)
-                fs.fsync_file(part)
-        os.replace(part, path)
+        try:
+            with fs.disk_errors(path):
+                if self._links:
+                    os.link(source, part)
+                else:
+                    shutil.copy2(source, part)
+                    fs.fsync_file(part)
+                os.replace(part, path)
+        except BaseException:  # in the states folder it would be a file that nobody lists
+            part.unlink(missing_ok=True)
+            raise
         fs.fsync_dir(path.parent)
 
     def _read_listed(self, root: Path, output: Path) -> frozenset[str]:
         """Hashes of the output's files by the ``.dir`` object that ``dvc.lock`` names; empty without one."""
-        lock = root / "dvc.lock"
-        if not lock.is_file():
+        md5 = hashes(locked_stage(root, STAGE), "outs").get(output.as_posix(), "")
+        if not md5.endswith(".dir"):
             return frozenset()
-        stages = (yaml.safe_load(lock.read_text()) or {}).get("stages", {})
-        outs = [out for stage in stages.values() for out in stage.get("outs", [])]
-        md5 = next((out.get("md5", "") for out in outs if out.get("path") == output.as_posix()), "")
-        listing = self.object_path(md5)
-        if not md5.endswith(".dir") or not listing.is_file():
+        try:
+            return frozenset(str(item["md5"]) for item in json.loads(self.object_path(md5).read_bytes()))
+        except (OSError, ValueError, TypeError, KeyError):  # not there, or damaged: `dvc commit` makes it again
             return frozenset()
-        return frozenset(item["md5"] for item in json.loads(listing.read_text()))

@@ -192,12 +192,15 @@ def _refuse_other(root: Path, planned: Planned, published: Published) -> None:
     rows = store.differing_fields(published.capture, planned.capture)
     what = console.table(rows, ("differs", "stored", "wanted")) if rows else "the identity is the same, the plan is not"
     samples, tokens = published.num_stored
+    hint = "to keep them, undo the change (`git diff params.yaml`)"
+    if not same and _cache_has(root, planned):  # another branch or commit, checked out by git alone
+        hint = f"the wanted states lie whole in DVC's cache: `dvc checkout {' '.join(OUTS)}` exchanges the two"
     raise StoreError(
         f"{STATES} holds finished states of another capture; running `extract` would delete them\n"
         f"stored: identity {published.identity[:16]}…, {samples:,} samples, {tokens:,} tokens, "
         f"{console.human_bytes(published.num_bytes)}\n"
         f"wanted: identity {planned.identity[:16]}…\n{what}\n{_whereabouts(root, published)}",
-        f"to keep them, undo the change (`git diff params.yaml`); {FORCE_HINT}",
+        f"{hint}; {FORCE_HINT}",
     )
 
 

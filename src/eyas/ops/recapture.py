@@ -33,7 +33,7 @@ from eyas.shards.format import (
 from eyas.shards.reader import open_entry, open_shard, read_encoded
 from eyas.shards.spool import Spool
 from eyas.shards.verify import Finding, set_scales
-from eyas.shards.writer import stored_sample, token_blocks, write_shard
+from eyas.shards.writer import check_tokens, stored_sample, token_blocks, write_shard
 
 
 class Recapture:
@@ -98,7 +98,14 @@ class Recapture:
                 "are unknown",
                 "`dvc checkout data/plan.json` at the commit that extracted them",
             )
-        return next(shard for shard in self._plan.shards if shard.path == entry.path)
+        planned = next((shard for shard in self._plan.shards if shard.path == entry.path), None)
+        if planned is None:
+            raise StoreError(
+                f"{entry.path} is in the manifest and not in the plan of the same states: one of them was edited",
+                "`dvc checkout --force data/hidden_states.json data/plan.json`",
+            )
+        check_tokens(planned, self._tokens)
+        return planned
 
     def _usable_header(self, entry: ShardEntry, stored: Sequence[str]) -> ShardHeader | None:
         """The damaged file's header, when it is whole and lists what was planned."""

@@ -31,6 +31,7 @@ from eyas.ops.recapture import Recapture
 from eyas.ops.verify_journal import Journal
 from eyas.ops.verify_states import MANIFEST, PLAN, STATES, TARGET, TOKENS, make_against, verify_states
 from eyas.plan.identity import capture_identity
+from eyas.shards.account import check_account
 from eyas.shards.consistency import INCOHERENT
 from eyas.shards.reader import read_header
 from eyas.shards.verify import Finding, check_set, check_shard
@@ -76,6 +77,7 @@ def repair(root: Path, engine: Engine | None = None) -> list[Repaired]:
         CaptureError: The engine gave no usable states.
     """
     manifest = fs.read_record(ShardManifest, root / MANIFEST)
+    check_account(manifest)
     with fs.volume_lock(root / HOME / LOCK_NAME, f"repair of {manifest.identity[:16]}"):
         journal = Journal(root, manifest.identity)
         findings = journal.findings() or verify_states(root).findings
@@ -188,7 +190,7 @@ def _stage_moved(run: _Run, entries: Sequence[ShardEntry]) -> dict[str, Path]:
         except StoreError:
             continue
         home = by_path.get(header.facts.shard)
-        if home is None or home is entry or fs.hash_file(path, "md5") != home.md5:
+        if home is None or home is entry or not fs.has_md5(path, home.md5):
             continue
         aside = run.staging / "moved" / home.path
         aside.parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +222,7 @@ def _repair_one(run: _Run, entry: ShardEntry, damage: Sequence[Finding], moved: 
 
 def _is_recorded(path: Path, entry: ShardEntry) -> bool:
     """Whether the damaged file is what the manifest records: then its states were wrong when they were written."""
-    return path.is_file() and path.stat().st_size == entry.size_bytes and fs.hash_file(path, "md5") == entry.md5
+    return path.is_file() and path.stat().st_size == entry.size_bytes and fs.has_md5(path, entry.md5)
 
 
 def _keep_foreign(run: _Run, path: Path, entry: ShardEntry) -> None:

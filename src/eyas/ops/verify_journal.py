@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eyas import fs
+from eyas import console, fs
 from eyas.canonical import canonical_json, from_plain, to_plain
 from eyas.contracts import ShardEntry
+from eyas.errors import StoreError
 from eyas.shards.consistency import Score
 from eyas.shards.format import checksum
 from eyas.shards.verify import Finding
@@ -115,7 +116,11 @@ class Journal:
         """What the last finished verification found; empty when that was nothing, or there was none."""
         if not self._findings.exists():
             return ()
-        return tuple(from_plain(Finding, value) for value in fs.read_json(self._findings))
+        try:
+            return tuple(from_plain(Finding, value) for value in fs.read_json(self._findings))
+        except (StoreError, ValueError, TypeError):
+            console.log(f"{self._findings} holds no findings: it counts as not there")
+            return ()
 
 
 def _parse_line(line: bytes) -> CheckedShard | None:

@@ -92,7 +92,8 @@ def locked_stage(root: Path, name: str) -> dict[str, Any]:
 def hashes(entry: dict[str, Any], kind: str) -> dict[str, str]:
     """Path → md5 of a locked stage's ``deps`` or ``outs``."""
     listed = entry.get(kind)
-    return {item["path"]: item.get("md5", "") for item in listed} if isinstance(listed, list) else {}
+    items = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
+    return {str(item.get("path", "")): str(item.get("md5", "")) for item in items}
 
 
 def check_links(root: Path) -> None:

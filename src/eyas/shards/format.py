@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,13 @@ KINDS = ("input_ids", "aux", "last", "loss_mask")
 STATE_KINDS = ("aux", "last")
 LENGTH_BYTES = 8
 ALIGNMENT_BYTES = 8
+MAX_HIDDEN_SIZE = 1 << 29
+"""Rows of up to 1 GiB: codecs count the bytes of a piece in 31 bits."""
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors readers."""
+IDENTITY = re.compile(r"[0-9a-f]{64}", re.ASCII)
+SHARD_PATH = re.compile(r"\d{3,}/shard-\d{5,}\.safetensors", re.ASCII)
+"""Both become names of files, and a header may come from anywhere."""
 NO_CHECKSUM = "0" * 16
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I32": torch.int32, "U8": torch.uint8}
 ITEM_BYTES = {"BF16": 2, "F32": 4, "I32": 4, "U8": 1}
@@ -212,7 +218,7 @@ def parse_header(raw: bytes, where: str) -> ShardHeader:
         header = _rebuild(metadata, tensors, LENGTH_BYTES + len(raw))
         content = ShardContent(samples=header.samples, rows=header.rows, encoded_bytes=_encoded_bytes(tensors))
         same = pack_header(header.facts, content, header.checksums)[LENGTH_BYTES:] == raw
-    except (ValueError, RecursionError, KeyError, TypeError, IndexError, AttributeError):
+    except (ValueError, OverflowError, RecursionError, KeyError, TypeError, IndexError, AttributeError):
         raise damaged(where, "its header lists no samples, checksums or boundaries") from None
     if not same:
         raise damaged(where, "its header does not agree with its own checksum and layout")
@@ -222,6 +228,8 @@ def parse_header(raw: bytes, where: str) -> ShardHeader:
 def _rebuild(metadata: dict[str, Any], tensors: dict[str, Any], data_start: int) -> ShardHeader:
     if not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("metadata values are strings")
+    if not IDENTITY.fullmatch(metadata["identity"]) or not SHARD_PATH.fullmatch(metadata["shard"]):
+        raise ValueError("an identity has 64 hex digits, a shard lies in a numbered folder")
     samples = tuple(from_plain(StoredSample, item) for item in json.loads(metadata["samples"]))
     checksums = {str(name): str(value) for name, value in json.loads(metadata["xxh3"]).items()}
     is_first = metadata["version"] == "1"
@@ -238,8 +246,10 @@ def _rebuild(metadata: dict[str, Any], tensors: dict[str, Any], data_start: int)
     rows = tuple((s.num_tokens, s.num_tokens) for s in samples)
     if not is_first:
         rows = tuple((int(aux), int(last)) for aux, last in json.loads(metadata["rows"]))
-    if min(len(facts.boundaries), facts.hidden_size, *(sample.num_tokens for sample in samples)) < 1:
+    if min(len(facts.boundaries), facts.hidden_size, len(samples), *(s.num_tokens for s in samples)) < 1:
         raise ValueError("sizes start at 1")
+    if facts.hidden_size > MAX_HIDDEN_SIZE:
+        raise ValueError("a row is coded as one piece")
     if not _rows_fit(rows, samples, facts.last_rows):
         raise ValueError("rows of each sample, at most its tokens")
     content = ShardContent(samples=samples, rows=rows, encoded_bytes=_encoded_bytes(tensors))

@@ -19,6 +19,7 @@ import torch
 from eyas.contracts import ShardEntry, ShardManifest, StoredSample
 from eyas.errors import StoreError
 from eyas.rows import stored_rows
+from eyas.shards.account import check_account
 from eyas.shards.calibration import Calibration
 from eyas.shards.codecs import Codec, RawCodec, decode_block, make_codec, tensor_bytes
 from eyas.shards.format import (
@@ -154,7 +155,8 @@ def read_header(path: Path, where: str) -> tuple[ShardHeader, int]:
     """
     with open_shard(path, where) as fd:
         size_bytes = os.fstat(fd.number).st_size
-        length = header_length(os.pread(fd.number, LENGTH_BYTES, 0), size_bytes, where)
+        prefix = _pread(fd.number, min(LENGTH_BYTES, size_bytes), 0, where)
+        length = header_length(bytes(prefix.numpy()), size_bytes, where)
         raw = bytes(_pread(fd.number, length, LENGTH_BYTES, where).numpy())
     header = parse_header(raw, where)
     if header.size_bytes != size_bytes:
@@ -197,30 +199,6 @@ def check_identity(header: ShardHeader, identity: str, path: str) -> None:
         )
     if header.facts.shard != path:
         raise damaged(path, f"holds the shard {header.facts.shard}: files changed places")
-
-
-def check_account(manifest: ShardManifest) -> None:
-    """Check that planned = stored + failed, and that the sums of the shards agree.
-
-    Raises:
-        StoreError: The account does not close.
-    """
-    digest = manifest.capture_digest
-    if manifest.identity != digest:
-        raise StoreError(f"manifest identity {manifest.identity}, but its capture has {digest}", "run `make extract`")
-    stored = (sum(e.num_samples for e in manifest.shards), sum(e.num_tokens for e in manifest.shards))
-    failed = (len(manifest.failed), sum(f.num_tokens for f in manifest.failed))
-    claims = {
-        "stored (samples, tokens)": ((manifest.num_stored_samples, manifest.num_stored_tokens), stored),
-        "planned (samples, tokens)": (
-            (manifest.num_planned_samples, manifest.num_planned_tokens),
-            (stored[0] + failed[0], stored[1] + failed[1]),
-        ),
-        "stored bytes": (manifest.stored_bytes, sum(e.size_bytes for e in manifest.shards)),
-    }
-    for name, (said, found) in claims.items():
-        if said != found:
-            raise StoreError(f"manifest: {name} {said}, its shards and failures give {found}", "run `make extract`")
 
 
 def shard_codec(fd: int, header: ShardHeader) -> Codec:
@@ -324,10 +302,13 @@ def _read_states(fd: int, header: ShardHeader, index: int, codec: Codec) -> tupl
     begin, size = places["aux"].begin, places["last"].end - places["aux"].begin
     data = _scratch(size)
     _pread_into(fd, data, header.data_start + begin, _where(header, index, "states"))
-    aux_ATD = torch.empty((num_aux, T, D), dtype=torch.bfloat16)
+    try:
+        aux_ATD = torch.empty((num_aux, T, D), dtype=torch.bfloat16)
+        last_LD = torch.empty((last_rows, D), dtype=torch.bfloat16)
+    except RuntimeError:  # torch's word for no memory; the sizes are the header's
+        raise damaged(_where(header, index, "states"), f"[{num_aux}, {T}, {D}] states do not fit memory") from None
     if aux_rows < T:
         aux_ATD[:, aux_rows:] = 0
-    last_LD = torch.empty((last_rows, D), dtype=torch.bfloat16)
     outs = {"aux": (aux_ATD[:, :aux_rows], 0), "last": (last_LD[None], num_aux)}
     for kind, (out_NRD, first_stream) in outs.items():
         block, where = places[kind], _where(header, index, kind)
@@ -393,7 +374,10 @@ def _pread(fd: int, num_bytes: int, offset: int, where: str) -> torch.Tensor:
 def _pread_into(fd: int, data: memoryview, offset: int, where: str) -> None:
     done = 0
     while done < len(data):
-        count = os.preadv(fd, [data[done:]], offset + done)
+        try:
+            count = os.preadv(fd, [data[done:]], offset + done)
+        except OSError as error:  # a bad sector, or a folder under a shard's name
+            raise damaged(where, f"cannot be read: {error.strerror}") from None
         if count == 0:
             raise damaged(where, f"the file ends {len(data) - done:,} bytes early")
         done += count

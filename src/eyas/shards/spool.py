@@ -267,8 +267,13 @@ def check_one_volume(home: Path, out: Path) -> None:
     """Check before the work that the finished states can be renamed into place.
 
     Raises:
-        DiskError: Spool and output lie on different volumes.
+        DiskError: Spool and output lie on different volumes, or the output is a symbolic link.
     """
+    if out.is_symlink():
+        raise DiskError(
+            f"{out} is a symbolic link to {out.readlink()}: nothing can be renamed onto it",
+            f"remove the link (`rm {out}`) and keep the whole repository on the volume that is large enough",
+        )
     with fs.disk_errors(home):
         home.mkdir(parents=True, exist_ok=True)
         out.parent.mkdir(parents=True, exist_ok=True)

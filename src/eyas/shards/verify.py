@@ -19,12 +19,12 @@ import torch
 
 from eyas.contracts import CapturePlan, ShardEntry, ShardManifest, TokenSample
 from eyas.errors import StoreError
+from eyas.shards.account import check_account
 from eyas.shards.codecs import Codec, tensor_bytes
 from eyas.shards.consistency import Score, incoherent, judge
 from eyas.shards.format import CALIBRATION, KINDS, ShardHeader, block_name, checksum
 from eyas.shards.reader import (
     StoredStates,
-    check_account,
     check_identity,
     check_scales,
     open_entry,
@@ -259,11 +259,17 @@ def _read_through(
 ) -> Iterator[Finding]:
     """Hash the file front to back, and check each sample as soon as its states were hashed."""
     md5 = hashlib.md5(usedforsecurity=False)
-    buffer, done = bytearray(CHUNK_BYTES), 0
+    buffer, done, is_readable = bytearray(CHUNK_BYTES), 0, True
     ends = [header.data_start + header.blocks[block_name(i, "last")].end for i in range(len(header.samples))]
     for index, end in enumerate([*ends, header.size_bytes]):
-        while done < end:
-            count = os.preadv(fd, [memoryview(buffer)[: min(CHUNK_BYTES, end - done)]], done)
+        while is_readable and done < end:
+            try:
+                count = os.preadv(fd, [memoryview(buffer)[: min(CHUNK_BYTES, end - done)]], done)
+            except OSError as error:
+                # A bad sector: the samples are still read one by one, so that repair knows which to capture.
+                yield _of_file(entry.path, f"{entry.path}: cannot be read at byte {done:,}: {error.strerror}")
+                is_readable = False
+                break
             if count == 0:
                 yield _of_file(entry.path, f"{entry.path}: the file ends {header.size_bytes - done:,} bytes early")
                 return
@@ -273,7 +279,7 @@ def _read_through(
                 on_bytes(count)
         if index < len(ends):
             yield from check(index)
-    if md5.hexdigest() != entry.md5:
+    if is_readable and md5.hexdigest() != entry.md5:
         yield _of_file(entry.path, f"{entry.path}: md5 {md5.hexdigest()}, expected {entry.md5}")
 
 

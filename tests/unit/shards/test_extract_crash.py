@@ -252,3 +252,14 @@ def test_spool_and_output_on_two_volumes_are_refused_before_the_engine_opens(tmp
         with pytest.raises(DiskError, match="different volumes"):
             case.extract(engine)
         assert engine.num_opened == 0
+
+
+def test_a_symbolic_link_for_the_states_is_refused_before_the_engine_opens(tmp_path):
+    case = Case(tmp_path / "run")
+    (tmp_path / "elsewhere").mkdir()
+    case.out.parent.mkdir(parents=True)
+    case.out.symlink_to(tmp_path / "elsewhere")
+    engine = EditedEngine()
+    with pytest.raises(DiskError, match="is a symbolic link to"):
+        case.extract(engine)
+    assert (engine.num_opened, case.out.is_symlink()) == (0, True)

@@ -15,6 +15,7 @@ from eyas import fs
 from eyas.plan.cache import cache_object, locked_stage
 
 pytestmark = pytest.mark.slow
+FILES_OF_A_COMMIT = ("dvc.lock", "params.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +176,26 @@ def test_force_captures_the_other_identity(tmp_path):
     repository.made("extract", "--force")
     assert json.loads((repository.root / MANIFEST).read_bytes())["identity"] != first
     assert (repository.captured_tokens, repository.spools, is_clean(repository)) == (106, [], True)
+
+
+def test_after_a_checkout_by_git_alone_the_wanted_states_are_named(tmp_path):
+    """Both sets lie in the cache; the hint's own command exchanges them, and nothing is captured."""
+    repository = DvcRepository(tmp_path / "repository")
+    repository.made()
+    first, lock, params = repository.hashes(), *((repository.root / name).read_text() for name in FILES_OF_A_COMMIT)
+    repository.set(revision=99)
+    repository.made("extract", "--force")
+    for name, text in zip(FILES_OF_A_COMMIT, (lock, params), strict=True):
+        (repository.root / name).write_text(text)
+    done = repository.make()
+    hint = f"dvc checkout {STATES} {MANIFEST}"
+    assert (done.returncode, hint in done.stderr) == (2, True)
+    repository.ok(*hint.split())
+    assert repository.hashes() == first
+    repository.forget_runs()
+    repository.made()
+    assert (repository.stage_ran, is_clean(repository), repository.spools) == (False, True, [])
+    assert repository.hashes() == first
 
 
 def kill_dvc_after_publication(repository: DvcRepository) -> None:
