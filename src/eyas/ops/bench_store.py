@@ -30,6 +30,8 @@ from eyas.shards.writer import ShardAssembly
 
 GB = 1_000_000_000
 SHARD_BYTES = 128 << 20
+PASSES = 3
+ROUND = "round-{}"
 LONG_TOKENS = 2103
 """Mean of long conversations; what a read costs besides decoding is much the same for every length."""
 
@@ -48,22 +50,22 @@ def measure(scratch: Path, source: Source, num_bytes: int) -> dict[str, float]:
     """
     source = source.planned_as(codec="blosc2", shard_bytes=SHARD_BYTES)
     payload = source.plan.payload_bytes
-    rounds = max(1, -(-num_bytes // payload))
+    rounds = max(1, -(-num_bytes // (PASSES * payload)))
     seconds: dict[str, list[float]] = {name: [] for name in ("codec", "md5", "disk", "write", "read", "decode")}
     entries: list[ShardEntry] = []
-    for number in range(rounds):
-        folder = scratch / f"round-{number}"
-        seconds["codec"].append(_timed(lambda: _encode(source)))
+    for number in range(PASSES):
+        folder = scratch / f"pass-{number}"
+        seconds["codec"].append(_timed(lambda: _encode(source, rounds)) / rounds)
         start_s = time.perf_counter()
-        entries = write(source, folder)
-        seconds["write"].append(time.perf_counter() - start_s)
-        for name, spent_s in _parts(folder, entries).items():
+        entries = write(source, folder, rounds)
+        seconds["write"].append((time.perf_counter() - start_s) / rounds)
+        for name, spent_s in _parts(folder / ROUND.format(0), entries).items():
             seconds[name].append(spent_s)
-        for name, spent_s in _reading(folder, source.plan, entries, number).items():
+        for name, spent_s in _reading(folder / ROUND.format(0), source.plan, entries, number).items():
             seconds[name].append(spent_s)
         shutil.rmtree(folder)
     long = source.joined(LONG_TOKENS)
-    long_s = _reading(scratch / "long", long.plan, write(long, scratch / "long"), 0)
+    long_s = _reading(scratch / "long" / ROUND.format(0), long.plan, write(long, scratch / "long", 1), 0)
     shutil.rmtree(scratch / "long")
     typical_s = {name: statistics.median(values) for name, values in seconds.items()}
     slowest_s = max(typical_s[name] for name in ("codec", "md5", "disk"))
@@ -73,38 +75,44 @@ def measure(scratch: Path, source: Source, num_bytes: int) -> dict[str, float]:
         "read_efficiency": typical_s["decode"] / typical_s["read"],
         "read_efficiency_2103_tokens": long_s["decode"] / long_s["read"],
         "tokens_per_sample": source.plan.num_tokens / source.plan.num_samples,
-        "gigabytes_written": rounds * payload / GB,
+        "gigabytes_written": PASSES * rounds * payload / GB,
         **{f"{name}_gigabytes_per_s": payload / GB / value for name, value in typical_s.items()},
     }
 
 
-def write(source: Source, folder: Path) -> list[ShardEntry]:
-    """Write all shards as an extraction does: encoders and one writing thread side by side."""
+def write(source: Source, folder: Path, rounds: int) -> list[ShardEntry]:
+    """Write all shards as an extraction does, encoders and one writing thread side by side.
+
+    The whole set ``rounds`` times without a pause, so that filling and draining the pipeline does not count;
+    gives the shards of one round.
+    """
     plan, entries = source.plan, []
     with Encoder(make_codec(plan.capture.codec)) as encoder, ThreadPoolExecutor(1) as writer:
         pending = None
-        for planned in plan.shards:
-            assembly = ShardAssembly(planned, plan.capture, plan.hidden_size, source.tokens, encoder)
-            for sample in planned.samples:
-                captured = source.states[sample.sample_id]
-                assembly.add(sample.sample_id, captured.input_ids_T, captured.aux_TAD, captured.last_TD)
-            if pending is not None:
-                entries.append(pending.result().entry)
-            pending = writer.submit(assembly.write, folder)
+        for number in range(rounds):
+            for planned in plan.shards:
+                assembly = ShardAssembly(planned, plan.capture, plan.hidden_size, source.tokens, encoder)
+                for sample in planned.samples:
+                    captured = source.states[sample.sample_id]
+                    assembly.add(sample.sample_id, captured.input_ids_T, captured.aux_TAD, captured.last_TD)
+                if pending is not None:
+                    entries.append(pending.result().entry)
+                pending = writer.submit(assembly.write, folder / ROUND.format(number))
         assert pending is not None
         entries.append(pending.result().entry)
-    return entries
+    return entries[-len(plan.shards) :]
 
 
-def _encode(source: Source) -> None:
+def _encode(source: Source, rounds: int) -> None:
     with Encoder(make_codec(source.plan.capture.codec)) as encoder:
-        started = [
-            encoder.encode(captured.aux_TAD, captured.last_TD, stored_rows([1] * len(captured.last_TD), "all"))
-            for captured in source.states.values()
-        ]
-        for encoded in started:
-            encoded.block("aux")
-            encoded.block("last")
+        for _ in range(rounds):
+            started = [
+                encoder.encode(captured.aux_TAD, captured.last_TD, stored_rows([1] * len(captured.last_TD), "all"))
+                for captured in source.states.values()
+            ]
+            for encoded in started:
+                encoded.block("aux")
+                encoded.block("last")
 
 
 def _parts(folder: Path, entries: Sequence[ShardEntry]) -> dict[str, float]:

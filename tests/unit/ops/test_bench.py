@@ -26,7 +26,7 @@ def test_the_store_is_written_whole_in_every_round(source: replay.Source, tmp_pa
     assert figures["write_efficiency"] == pytest.approx(speeds["write"] / slowest)
     assert figures["read_efficiency"] == pytest.approx(speeds["read"] / speeds["decode"])
     entries = bench_store.write(
-        source.planned_as(codec="blosc2", shard_bytes=bench_store.SHARD_BYTES), tmp_path / "again"
+        source.planned_as(codec="blosc2", shard_bytes=bench_store.SHARD_BYTES), tmp_path / "again", 1
     )
     written = sum(path.stat().st_size for path in (tmp_path / "again").rglob("*.safetensors"))
     assert sum(entry.size_bytes for entry in entries) == written
