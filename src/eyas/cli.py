@@ -76,8 +76,11 @@ def _add_exchange(commands: argparse._SubParsersAction) -> None:
 
 
 def _boundaries(text: str) -> tuple[int, ...]:
-    """Numbers with commas between; argparse makes a usage error of a ValueError."""
-    return tuple(int(part) for part in text.split(","))
+    """Numbers with commas between."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected layer numbers like 2,15,27") from None
 
 
 def _add(commands: argparse._SubParsersAction, name: str, run: object, text: str) -> argparse.ArgumentParser:

@@ -82,7 +82,7 @@ def resolve_shape(
 def _text_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
-        raise TargetError(f"{path} is missing", "fetch the target again: `make fetch`")
+        raise TargetError(f"{path} is missing", "fetch the target again: `dvc repro -f -s fetch`")
     facts = json.loads(path.read_text())
     return facts.get("text_config") or facts
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,7 +294,9 @@ def _check_bad(scanned: _Scanned, request: ImportRequest, num_files: int) -> Non
         raise DataError(
             f"{len(scanned.bad):,} of {num_files:,} files of {request.source} are bad, at most {request.max_failed:,} "
             f"allowed and one good one needed; the first: {scanned.bad[0].path}: {scanned.bad[0].problem}",
-            f"to go on without them: MAX_FAILED={len(scanned.bad)} (`--max-failed`)",
+            f"to go on without them: MAX_FAILED={len(scanned.bad)} (`--max-failed`)"
+            if scanned.samples
+            else "all are bad: are BOUNDARIES= (one per stream but the last) and the target of params.yaml theirs?",
         )
 
 
@@ -319,7 +322,8 @@ def _store(
     head_VD: torch.Tensor,
 ) -> ExtractResult:
     """Tokens, plan, extraction."""
-    tokens_sha256 = write_tokens(request.out / "tokens", scanned.samples)
+    home = request.out / ".eyas"
+    tokens_sha256 = write_tokens(home / "tokens", scanned.samples)
     capture = dataclasses.replace(
         capture_identity(params.extract, target, params.target, tokens_sha256),
         boundaries=tuple(boundaries),
@@ -329,7 +333,10 @@ def _store(
         image="",
     )
     lengths = [(sample.sample_id, len(sample.input_ids)) for sample in scanned.samples]
-    plan = build_plan(lengths, capture, target.hidden_size, read_index(request.out / "tokens").trained_rows)
+    plan = build_plan(lengths, capture, target.hidden_size, read_index(home / "tokens").trained_rows)
+    shutil.rmtree(home / "tokens")
+    _refuse_other_set(request.out, tokens_sha256, plan.identity)
+    write_tokens(request.out / "tokens", scanned.samples)
     return extract(
         plan,
         {sample.sample_id: sample for sample in scanned.samples},
@@ -337,9 +344,24 @@ def _store(
         ExtractLimits(reserve_bytes=params.extract.reserve_bytes, max_failed_samples=0),
         out=request.out / "hidden_states",
         manifest_path=request.out / "hidden_states.json",
-        home=request.out / ".eyas",
+        home=home,
         head=lambda: head_VD,
     )
+
+
+def _refuse_other_set(out: Path, tokens_sha256: str, identity: str) -> None:
+    """Nothing of another set, or of the pipeline's own data folder, is written over."""
+    found = {
+        "tokens": (out / "tokens/index.json", "tokens_sha256", tokens_sha256),
+        "hidden states": (out / "hidden_states.json", "identity", identity),
+    }
+    for what, (path, key, expected) in found.items():
+        value = fs.read_json(path).get(key) if path.exists() else expected
+        if value != expected:
+            raise DataError(
+                f"{out} holds {what} of another set: {key} {str(value)[:16]}, expected {expected[:16]}; nothing was written",
+                "import into a folder of its own: TO=imports/NAME",
+            )
 
 
 def export_rows(result: ExportResult) -> list[tuple[str, object]]:

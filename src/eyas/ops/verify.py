@@ -28,8 +28,15 @@ class Result:
     """What was found about one artifact; ``note`` says how much was read, or the first faults."""
 
     artifact: str
-    state: Literal["whole", "not there", "damaged"]
+    state: Literal["whole", "not there", "out of date", "damaged"]
     note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """Why a whole artifact is not the one that its inputs ask for now: no damage, the next run makes it anew."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +60,7 @@ def verify_all(root: Path, extent: Extent | None = None) -> Verified:
         extent: How much of the states is read, and how fast; all of them by default.
     """
     reports: list[StatesReport] = []
-    checks: tuple[tuple[str, Callable[[Path], Iterator[str]]], ...] = (
+    checks: tuple[tuple[str, Callable[[Path], Iterator[str | Stale]]], ...] = (
         ("models/target.json", _target),
         ("data/tokens", _tokens),
         ("data/plan.json", _plan),
@@ -65,17 +72,19 @@ def verify_all(root: Path, extent: Extent | None = None) -> Verified:
     return Verified(artifacts=tuple(results), states=reports[0] if reports else None)
 
 
-def _result(root: Path, name: str, check: Callable[[Path], Iterator[str]]) -> Result:
+def _result(root: Path, name: str, check: Callable[[Path], Iterator[str | Stale]]) -> Result:
     if not (root / name).exists():
         return Result(name, "not there", "")
     try:
-        problems = list(check(root))
+        found = list(check(root))
     except EyasError as error:
-        problems = [error.message]
+        found = [error.message]
+    problems = [problem for problem in found if not isinstance(problem, Stale)]
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         return Result(name, "damaged", "; ".join(problems[:3]) + more)
-    return Result(name, "whole", "")
+    stale = [problem.reason for problem in found if isinstance(problem, Stale)]
+    return Result(name, "out of date", f"{'; '.join(stale)}; `make repro`") if stale else Result(name, "whole", "")
 
 
 def _target(root: Path) -> Iterator[str]:
@@ -87,20 +96,21 @@ def _target(root: Path) -> Iterator[str]:
         yield from file_problems(folder, identity.files)
 
 
-def _tokens(root: Path) -> Iterator[str]:
+def _tokens(root: Path) -> Iterator[str | Stale]:
     from eyas.tokens.dataset import iter_tokens, tokens_sha256
 
     num_samples = sum(1 for _ in iter_tokens(root / "data/tokens"))
     if (root / "data/plan.json").is_file():
         plan = fs.read_record(CapturePlan, root / "data/plan.json")
-        yield from _differs("tokens", tokens_sha256(root / "data/tokens"), plan.capture.tokens, "the plan's")
+        yield from _stale("tokens", tokens_sha256(root / "data/tokens"), plan.capture.tokens, "the plan's")
         if num_samples != plan.num_samples:
             yield f"{num_samples} samples, expected {plan.num_samples} as planned"
 
 
 def _plan(root: Path) -> Iterator[str]:
     plan = fs.read_record(CapturePlan, root / "data/plan.json")
-    yield from _differs("identity", plan.capture.digest, plan.identity, "the digest of its capture identity")
+    if plan.capture.digest != plan.identity:
+        yield f"identity {plan.identity[:16]}, but its capture has {plan.capture.digest[:16]}"
     sums = {
         "payload_bytes": (sum(shard.payload_bytes for shard in plan.shards), plan.payload_bytes),
         "num_samples": (sum(len(shard.samples) for shard in plan.shards), plan.num_samples),
@@ -111,7 +121,7 @@ def _plan(root: Path) -> Iterator[str]:
             yield f"{name} {stated:,}, but its shards sum to {counted:,}"
 
 
-def _states(root: Path, extent: Extent | None, reports: list[StatesReport]) -> Iterator[str]:
+def _states(root: Path, extent: Extent | None, reports: list[StatesReport]) -> Iterator[str | Stale]:
     from eyas.ops.verify_states import verify_states
 
     reports.append(verify_states(root, extent))
@@ -119,28 +129,28 @@ def _states(root: Path, extent: Extent | None, reports: list[StatesReport]) -> I
     if (root / "data/plan.json").is_file():
         plan = fs.read_json(root / "data/plan.json")
         planned = plan.get("identity", "") if isinstance(plan, dict) else ""
-        yield from _differs("identity", reports[0].identity, planned, "the plan's")
+        yield from _stale("identity", reports[0].identity, planned, "the plan's")
 
 
-def _checkpoint(root: Path) -> Iterator[str]:
+def _checkpoint(root: Path) -> Iterator[str | Stale]:
     meta = fs.read_record(CheckpointMeta, root / "models/drafter/checkpoint.json")
     yield from file_problems(root / "models/drafter", meta.files)
     if (root / "data/hidden_states.json").is_file():
         manifest = fs.read_record(ShardManifest, root / "data/hidden_states.json")
-        yield from _differs("capture identity", meta.capture_identity, manifest.identity, "the manifest's")
+        yield from _stale("capture identity", meta.capture_identity, manifest.identity, "the manifest's")
 
 
-def _export(root: Path) -> Iterator[str]:
+def _export(root: Path) -> Iterator[str | Stale]:
     meta = fs.read_record(ExportMeta, root / "models/export/export.json")
     yield from file_problems(root / "models/export", meta.files)
     if (root / "models/drafter/checkpoint.json").is_file():
         checkpoint = fs.read_record(CheckpointMeta, root / "models/drafter/checkpoint.json")
-        yield from _differs("drafter", meta.drafter, digest(checkpoint), "the checkpoint's")
+        yield from _stale("drafter", meta.drafter, digest(checkpoint), "the checkpoint's")
 
 
-def _differs(what: str, value: str, expected: str, whose: str) -> Iterator[str]:
+def _stale(what: str, value: str, expected: str, whose: str) -> Iterator[Stale]:
     if value != expected:
-        yield f"{what} {value[:16]}, expected {expected[:16]} ({whose})"
+        yield Stale(f"{what} {value[:16]}, expected {expected[:16]} ({whose})")
 
 
 def file_problems(folder: Path, files: tuple[FileDigest, ...]) -> Iterator[str]:

@@ -178,7 +178,9 @@ def _head(root: Path, manifest: ShardManifest, notes: list[str]) -> torch.Tensor
         return None
     folder = root / target_dir(target)
     if not folder.is_dir():
-        notes.append(f"the target's files are not in {target_dir(target)} (`make fetch` brings them): {skipped}")
+        notes.append(
+            f"the target's files are not in {target_dir(target)} (`dvc repro -f -s fetch` brings them): {skipped}"
+        )
         return None
     files = TensorFiles(folder)
     return files.read("head" if files.has("head") else "embedding")

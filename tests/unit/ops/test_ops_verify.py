@@ -204,6 +204,17 @@ def test_artifacts_of_two_runs_do_not_pass_together(finished: Path) -> None:
     assert states_of(finished)["tokens"] == "damaged"
 
 
+def test_an_artifact_of_older_inputs_is_out_of_date_and_not_damaged(finished: Path) -> None:
+    path = finished / "models/drafter/checkpoint.json"
+    identity = fs.read_json(path)["capture_identity"]
+    path.write_text(path.read_text().replace(identity, "0" * 64))
+    verified = verify_all(finished)
+    states = {Path(result.artifact).name: result for result in verified.artifacts}
+    assert states["checkpoint.json"].state == "out of date"
+    assert "make repro" in states["checkpoint.json"].note
+    assert not verified.is_damaged
+
+
 def test_account_of_the_plan_is_checked(finished: Path) -> None:
     path = finished / "data/plan.json"
     path.write_text(path.read_text().replace('"num_samples":28', '"num_samples":29'))

@@ -102,6 +102,20 @@ def test_lossy_states_come_back_as_the_set_gave_them_and_stay_marked(
             assert torch.equal(again.last_TD, stored.last_TD)
 
 
+def test_the_pipeline_s_own_folder_is_not_written_over(world: World) -> None:
+    world.export("specforge", "0.2.0")
+    own = world.root / "own"
+    (own / "tokens").mkdir(parents=True)
+    index = own / "tokens/index.json"
+    index.write_text('{"tokens_sha256": "of-another-set"}')
+    with pytest.raises(
+        DataError, match="holds tokens of another set: tokens_sha256 of-another-set.*nothing was written"
+    ):
+        world.enter("specforge", to="own")
+    assert index.read_text() == '{"tokens_sha256": "of-another-set"}'
+    assert sorted(path.name for path in own.rglob("*") if path.is_file()) == ["index.json"]
+
+
 def test_a_foreign_folder_comes_in_under_its_own_names(world: World) -> None:
     world.copy_export("speculators")
     forget(world)
