@@ -109,7 +109,7 @@ def test_the_pipeline_s_own_folder_is_not_written_over(world: World) -> None:
     index = own / "tokens/index.json"
     index.write_text('{"tokens_sha256": "of-another-set"}')
     with pytest.raises(
-        DataError, match="holds tokens of another set: tokens_sha256 of-another-set.*nothing was written"
+        DataError, match=r"holds tokens of another set: tokens_sha256 of-another-set.*nothing was written"
     ):
         world.enter("specforge", to="own")
     assert index.read_text() == '{"tokens_sha256": "of-another-set"}'
