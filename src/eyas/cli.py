@@ -48,7 +48,11 @@ def _parser() -> argparse.ArgumentParser:
     _add(commands, "summary", _summary, "the last results in one table")
     _add_exchange(commands)
     bench = _add(commands, "bench", _bench, "measure the store on the extracted states; writes reports/bench/NAME.json")
-    bench.add_argument("name", choices=("store", "crash", "corruption"))
+    bench.add_argument(
+        "name",
+        choices=("store", "crash", "corruption"),
+        help="bytes and speeds (3 minutes), 200 kills (2 to 4), or damage and who finds it (2); the states are only read",
+    )
     smoke = _add(commands, "smoke", _smoke, "run the whole pipeline at small size in a scratch copy")
     smoke.add_argument("--folder", type=Path, default=Path(".eyas/smoke"), help="the copy (default: %(default)s)")
     reproduce = _add(commands, "reproduce", _reproduce, "run small twice from nothing and compare every hash")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from eyas import fs
+from eyas import console, fs
 from eyas.canonical import digest
 from eyas.contracts import TokenSample
 from eyas.engines.base import CapturedSample
@@ -69,11 +69,14 @@ def measure(scratch: Path, source: Source, wanted: int, seed: int) -> dict[str, 
     duration_s, expected = time.monotonic() - start_s, _hashes(whole)
     calls = _count_calls(_copy(template, scratch / "counted"), source)
     rng, crashes = random.Random(seed), Crashes()  # noqa: S311 - moments, no secret
+    progress = console.Progress("bench crash", wanted, unit="kills")
     while crashes.kills < wanted:
         root = _copy(template, scratch / f"run-{crashes.kills}")
         struck = _kill_until_done(root, source, rng, duration_s, calls, crashes)
         crashes.identical += struck if _hashes(root) == expected else 0
+        progress.advance(struck)
         shutil.rmtree(root)
+    progress.close()
     shutil.rmtree(scratch)
     return {
         "kills": crashes.kills,
