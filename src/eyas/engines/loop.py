@@ -36,14 +36,12 @@ from eyas.shards.calibration import Calibration
 from eyas.shards.codecs import make_codec
 from eyas.shards.effect import Effect
 from eyas.shards.encode import Encoder
+from eyas.shards.handover import HOME, LOCK_NAME
 from eyas.shards.spool import Spool, check_one_volume, leftovers
 from eyas.shards.writer import FinishedShard, ShardAssembly, check_tokens
 
 if TYPE_CHECKING:
     import torch
-
-HOME = Path(".eyas")
-LOCK_NAME = "extract.lock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,9 @@ from pathlib import Path
 from eyas import fs
 from eyas.contracts import CaptureIdentity, CapturePlan, EngineFacts, PlannedShard, ShardEntry, ShardManifest
 from eyas.errors import EyasError
-from eyas.ops.published import HOME, MANIFEST, OUTS, PLAN, STATES
+from eyas.ops.published import MANIFEST, OUTS, PLAN, STATES
 from eyas.plan.cache import SITE_CACHE, hashes, locked_stage, object_finder, read_yaml
-from eyas.shards.handover import hand_over, settle
+from eyas.shards.handover import HOME, hand_over, settle
 from eyas.shards.spool import Spool
 
 NUM_SHARDS = 32

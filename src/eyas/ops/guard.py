@@ -23,9 +23,10 @@ from eyas import console, fs
 from eyas.contracts import CapturePlan
 from eyas.errors import EyasError, StoreError
 from eyas.ops import published as store
-from eyas.ops.published import HOME, LOCK_NAME, MANIFEST, OUTS, PLAN, STATES, Planned, Published
+from eyas.ops.published import MANIFEST, OUTS, PLAN, STATES, Planned, Published
 from eyas.plan.cache import cache_object, hashes, locked_stage, object_finder, read_yaml
 from eyas.shards import handover
+from eyas.shards.handover import HOME, LOCK_NAME
 
 EXTRACT = ("dvc", "repro", "extract")
 FORCE_HINT = "`make extract FORCE=1` goes on all the same"

@@ -18,12 +18,10 @@ from eyas import fs
 from eyas.canonical import digest
 from eyas.errors import StoreError
 from eyas.plan.cache import hashes, locked_stage, object_finder, read_yaml
-from eyas.shards.handover import StoredFile, dir_md5, not_cached, stored_files
+from eyas.shards.handover import HOME, StoredFile, dir_md5, not_cached, stored_files
 
 STATES, MANIFEST, PLAN = "data/hidden_states", "data/hidden_states.json", "data/plan.json"
 OUTS = (STATES, MANIFEST)
-HOME = Path(".eyas")
-LOCK_NAME = "extract.lock"
 RECORD = HOME / "guard.json"
 FileStat = tuple[int, int, int]
 """Inode, mtime in nanoseconds, size: what DVC's own state recognises an unchanged file by."""

@@ -23,7 +23,6 @@ from typing import Literal
 from eyas import config, console, fs
 from eyas.contracts import CapturePlan, ShardEntry, ShardManifest, TargetIdentity, TokenSample
 from eyas.engines.base import Engine
-from eyas.engines.loop import HOME, LOCK_NAME
 from eyas.engines.registry import make_engine
 from eyas.errors import StoreError
 from eyas.ops.cache_links import CacheLinks
@@ -33,6 +32,7 @@ from eyas.ops.verify_states import MANIFEST, PLAN, STATES, TARGET, TOKENS, make_
 from eyas.plan.identity import capture_identity
 from eyas.shards.account import check_account
 from eyas.shards.consistency import INCOHERENT
+from eyas.shards.handover import HOME, LOCK_NAME
 from eyas.shards.reader import read_header
 from eyas.shards.verify import Finding, check_set, check_shard
 from eyas.target.locate import ensure

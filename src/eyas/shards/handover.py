@@ -20,6 +20,9 @@ from typing import Any
 from eyas import console, fs
 from eyas.contracts import ShardManifest
 
+HOME = Path(".eyas")
+"""The working folder below a repository, in neither git nor DVC."""
+LOCK_NAME = "extract.lock"
 SPOOL = Path("spool")
 SETTLED_SUFFIX = f".settled{fs.PART_SUFFIX}"
 

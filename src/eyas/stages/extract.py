@@ -10,14 +10,14 @@ from eyas.canonical import to_plain
 from eyas.config import Params
 from eyas.contracts import CapturePlan, TargetIdentity
 from eyas.engines.base import Engine
-from eyas.engines.loop import HOME, LOCK_NAME, ExtractLimits, extract
+from eyas.engines.loop import ExtractLimits, extract
 from eyas.engines.registry import make_engine
 from eyas.engines.summary import extract_table
 from eyas.errors import PlanError
 from eyas.plan.build import build_plan
 from eyas.plan.cache import cache_types, check_links, hashes, locked_stage, object_finder
 from eyas.plan.identity import capture_identity
-from eyas.shards.handover import hand_over, settle
+from eyas.shards.handover import HOME, LOCK_NAME, hand_over, settle
 from eyas.stages import common
 from eyas.target.load import read_ends
 from eyas.target.locate import ensure
