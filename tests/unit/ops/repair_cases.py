@@ -8,36 +8,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from eyas import fs
-from eyas.contracts import CaptureIdentity, EngineFacts, FinalNorm, ShardManifest, TargetIdentity, TokenSample
+from eyas.contracts import CaptureIdentity, EngineFacts, ShardManifest, TokenSample
 from eyas.engines.base import CapturedSample, Engine
 from eyas.engines.loop import ExtractLimits, extract
 from eyas.engines.registry import make_engine
 from eyas.plan.build import build_plan
 from eyas.tokens.dataset import make_sample, tokens_sha256, write_tokens
+from fake_target import HIDDEN_SIZE, make_target
 
 STATES, MANIFEST = Path("data/hidden_states"), Path("data/hidden_states.json")
 LIMITS = ExtractLimits(reserve_bytes=0, max_failed_samples=0)
-HIDDEN_SIZE = 16
-
-
-def make_target() -> TargetIdentity:
-    return TargetIdentity(
-        source="wheel:none==1",
-        revision="0" * 64,
-        files=(),
-        architecture="LlamaForCausalLM",
-        model_type="llama",
-        num_layers=6,
-        hidden_size=HIDDEN_SIZE,
-        vocab_size=1000,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-        final_norm=FinalNorm(kind="rms_norm", eps=1e-5, weight_offset=0.0, num_zero_scales=0),
-        eos_token_ids=(2,),
-        tokenizer_sha256="0" * 64,
-        chat_template_sha256="0" * 64,
-    )
 
 
 class CountingEngine:

@@ -24,6 +24,25 @@ from eyas.tokens.dataset import make_sample, tokens_sha256, write_tokens
 VOCAB, HIDDEN_SIZE, NUM_TOKENS = 1000, 64, 40
 
 
+def _capture(target: str, tokens: str) -> CaptureIdentity:
+    return CaptureIdentity(
+        target=target,
+        tokens=tokens,
+        boundaries=(1, 2, 3),
+        final_hidden="post_norm",
+        dtype="bfloat16",
+        codec="raw",
+        last_rows="all",
+        engine="hf",
+        engine_version="1",
+        engine_options={},
+        image="",
+        shard_bytes=1 << 30,
+        batch_tokens=1 << 20,
+        revision=1,
+    )
+
+
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """30 samples of one length whose last states point at the next token, under a target that is nothing but a head."""
@@ -47,22 +66,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for i in range(30)
     ]
     write_tokens(tmp_path / "data/tokens", samples)
-    capture = CaptureIdentity(
-        target=target.digest,
-        tokens=tokens_sha256(tmp_path / "data/tokens"),
-        boundaries=(1, 2, 3),
-        final_hidden="post_norm",
-        dtype="bfloat16",
-        codec="raw",
-        last_rows="all",
-        engine="hf",
-        engine_version="1",
-        engine_options={},
-        image="",
-        shard_bytes=1 << 30,
-        batch_tokens=1 << 20,
-        revision=1,
-    )
+    capture = _capture(target.digest, tokens_sha256(tmp_path / "data/tokens"))
     plan = build_plan([(s.sample_id, NUM_TOKENS) for s in samples], capture, HIDDEN_SIZE)
     with Encoder(make_codec("raw")) as encoder:
         assembly = ShardAssembly(plan.shards[0], capture, HIDDEN_SIZE, {s.sample_id: s for s in samples}, encoder)

@@ -13,33 +13,13 @@ import torch
 from shard_cases import make_capture, make_plan, make_tokens
 
 from eyas import fs
-from eyas.contracts import EngineFacts, FileDigest, FinalNorm, TargetIdentity, TokenSample
+from eyas.contracts import EngineFacts, FileDigest, TokenSample
 from eyas.engines.base import CapturedSample, Engine
 from eyas.engines.loop import ExtractLimits, ExtractResult, extract
 from eyas.engines.registry import make_engine
+from fake_target import HIDDEN_SIZE, make_target
 
-HIDDEN_SIZE = 16
 Edit = Callable[[Iterator[CapturedSample]], Iterator[CapturedSample]]
-
-
-def make_target() -> TargetIdentity:
-    return TargetIdentity(
-        source="wheel:none==1",
-        revision="0" * 64,
-        files=(FileDigest(path="model.safetensors", size_bytes=1, sha256="0" * 64),),
-        architecture="LlamaForCausalLM",
-        model_type="llama",
-        num_layers=6,
-        hidden_size=HIDDEN_SIZE,
-        vocab_size=1000,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-        final_norm=FinalNorm(kind="rms_norm", eps=1e-5, weight_offset=0.0, num_zero_scales=0),
-        eos_token_ids=(2,),
-        tokenizer_sha256="0" * 64,
-        chat_template_sha256="0" * 64,
-    )
 
 
 def fake_engine() -> Engine:

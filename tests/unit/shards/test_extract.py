@@ -19,19 +19,6 @@ from eyas.shards.spool import Spool
 from eyas.shards.verify import verify
 
 
-@pytest.fixture
-def case(tmp_path):
-    return Case(tmp_path / "run")
-
-
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    """Hashes of the run that nothing happened to."""
-    whole = Case(tmp_path_factory.mktemp("unbroken"))
-    whole.extract()
-    return whole.hashes()
-
-
 def drop(case, num_lines):
     """Undo publication, and forget shards: a run that was killed before these journal lines."""
     spool = case.spool

@@ -14,19 +14,6 @@ from eyas.shards import encode, writer
 from eyas.shards.codecs import RawCodec
 
 
-@pytest.fixture
-def case(tmp_path):
-    return Case(tmp_path / "run")
-
-
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    """Hashes of the run that nothing happened to."""
-    whole = Case(tmp_path_factory.mktemp("unbroken"))
-    whole.extract()
-    return whole.hashes()
-
-
 def test_a_plan_that_does_not_fit_is_refused_before_the_engine_opens(case, monkeypatch):
     monkeypatch.setattr(fs, "free_bytes", lambda _: case.plan.payload_bytes)
     engine = EditedEngine()
