@@ -15,6 +15,10 @@ TORCH ?= torch==2.13.0
 TORCH_PIP_ARGS ?=
 # Anything but empty lets the guard go on although finished hidden states would be deleted.
 FORCE ?=
+# Anything but empty: JSON instead of a table.
+JSON ?=
+# Anything but empty: generations that only commits name, and deleted ones, too.
+ALL ?=
 # Arguments of pytest or of verify, for example `ARGS='-k walk'`.
 ARGS ?=
 
@@ -43,7 +47,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help setup repro smoke params $(PIPELINE) status summary doctor verify repair bench-store reproduce check test test-slow lock clean
 
-.PHONY: export-states import-states
+.PHONY: export-states import-states generations
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-14s %s\n",$$1,$$2}' Makefile
@@ -91,6 +95,10 @@ verify: $(READY) ## Read every artifact again; ARGS='--share 0.1 --max-mb-per-s 
 	@eyas verify $(ARGS)
 repair: $(READY) ## Restore damaged shards, or capture their samples again
 	@eyas repair
+
+##@ Disk
+generations: $(READY) ## Every version of the hidden states and what gc would free; ALL=1 JSON=1
+	@eyas generations $(if $(ALL),--all) $(if $(JSON),--json)
 
 ##@ Measure
 bench-store: $(READY) ## The store on the extracted states: bytes, speeds, kills, damage; reports/bench/*.json

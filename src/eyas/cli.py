@@ -46,6 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--max-mb-per-s", type=float, default=0.0, help="read no faster (default: no limit)")
     _add(commands, "repair", _repair, "restore damaged shards from DVC's cache, or capture their samples again")
     _add(commands, "summary", _summary, "the last results in one table")
+    listed = _add(commands, "generations", _generations, "every version of the hidden states, and what gc would free")
+    listed.add_argument("--all", action="store_true", help="also those that only commits name, and deleted ones")
     _add_exchange(commands)
     bench = _add(commands, "bench", _bench, "measure the store on the extracted states; writes reports/bench/NAME.json")
     bench.add_argument(
@@ -171,6 +173,14 @@ def _summary(arguments: argparse.Namespace) -> int:
     from eyas.report.summary import summary_text, summary_values
 
     console.emit(canonical_json(summary_values(Path())) if arguments.json else summary_text(Path()))
+    return 0
+
+
+def _generations(arguments: argparse.Namespace) -> int:
+    from eyas.ops.generations import as_json, as_text, list_all
+
+    listing = list_all(Path(), everything=arguments.all)
+    console.emit(canonical_json(as_json(listing)) if arguments.json else as_text(listing))
     return 0
 
 
