@@ -183,6 +183,13 @@ class SpeculatorsSource:
         there = {int(m[1]) for p in (states.iterdir() if states.is_dir() else ()) if (m := FILE_NAME.fullmatch(p.name))}
         self.paths = tuple(f"{STATES_FOLDER}/hs_{i}.safetensors" for i in sorted(there | set(range(len(self._rows)))))
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all rows of the Arrow set."""
+        import pyarrow.compute as pc
+
+        return int(pc.sum(pc.list_value_length(self._rows.data.column("input_ids"))).as_py() or 0)
+
     def read(self, path: str) -> LayoutSample:
         """One sample: states and ids from its file, mask from its row, both ids equal; see ``LayoutSource.read``."""
         match = FILE_NAME.fullmatch(Path(path).name)
