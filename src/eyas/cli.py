@@ -47,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     _add(commands, "repair", _repair, "restore damaged shards from DVC's cache, or capture their samples again")
     _add(commands, "summary", _summary, "the last results in one table")
     _add_exchange(commands)
+    _add_generations(commands)
     bench = _add(commands, "bench", _bench, "measure the store on the extracted states; writes reports/bench/NAME.json")
     bench.add_argument(
         "name",
@@ -77,6 +78,23 @@ def _add_exchange(commands: argparse._SubParsersAction) -> None:
     enter.add_argument(
         "--max-failed", type=int, default=0, help="bad files that may be left out (default: %(default)s)"
     )
+
+
+def _add_generations(commands: argparse._SubParsersAction) -> None:
+    adopt = _add(
+        commands, "adopt", _adopt, "bring another program's folder under DVC: hashed once, linked, never copied"
+    )
+    adopt.add_argument("--dir", type=Path, required=True, help="the folder; its bytes are only read")
+    adopt.add_argument("--engine", required=True, help="that captured the states, for the record: vllm")
+    adopt.add_argument("--format", default="", help="speculators_v1, speculators, specforge, or other (default: found)")
+    adopt.add_argument("--note", default="", help="kept with the generation")
+    adopt.add_argument("--name", default="", help="of the generation (default: the folder's)")
+    which = "first digits of a hash, or an adopted generation's name"
+    retire = _add(commands, "retire", _retire, "take a generation's name out of the workspace; deletes nothing")
+    retire.add_argument("generation", metavar="GEN", help=which)
+    keep = _add(commands, "keep", _keep, "pin a generation against gc by a git tag")
+    keep.add_argument("generation", metavar="GEN", help=which)
+    keep.add_argument("name", metavar="NAME", help="the tag will be keep/NAME")
 
 
 def _boundaries(text: str) -> tuple[int, ...]:
@@ -221,6 +239,38 @@ def _reproduce(arguments: argparse.Namespace) -> int:
         console.emit(console.table(rows, ("artifact", "first run", "second run", "")))
         console.emit("\nreproduced: every hash is the same" if equal else "\nnot reproduced")
     return 0 if equal else 1
+
+
+def _adopt(arguments: argparse.Namespace) -> int:
+    from eyas.ops.adopt import AdoptRequest, adopt, adopted_rows
+
+    request = AdoptRequest(
+        folder=arguments.dir,
+        engine=arguments.engine,
+        layout=arguments.format,
+        note=arguments.note,
+        name=arguments.name,
+    )
+    done = adopt(Path(), request)
+    console.emit(canonical_json(done) if arguments.json else console.table(adopted_rows(done)))
+    return 0
+
+
+def _retire(arguments: argparse.Namespace) -> int:
+    from eyas.ops.retire import retire, retired_text
+
+    done = retire(Path(), arguments.generation)
+    console.emit(canonical_json(done) if arguments.json else retired_text(done))
+    return 0
+
+
+def _keep(arguments: argparse.Namespace) -> int:
+    from eyas.ops.retire import keep
+
+    done = keep(Path(), arguments.generation, arguments.name)
+    pinned = f"kept: {done.name} ({done.hash[:10]}) by tag {done.tag} on {done.commit[:10]}; git push origin {done.tag}"
+    console.emit(canonical_json(done) if arguments.json else pinned)
+    return 0
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from typing import Literal
 
 from eyas import fs
 from eyas.errors import DiskError, StoreError
+from eyas.generations.trees import ADOPTED
 from eyas.ops.adopt_hash import changed
-from eyas.ops.adopt_source import ADOPTED, FoundFile, FoundFolder
+from eyas.ops.adopt_source import FoundFile, FoundFolder
 from eyas.plan.cache import cache_dir, cache_types, object_finder
 from eyas.shards import handover
 
@@ -56,7 +57,8 @@ def choose_ways(root: Path, found: FoundFolder) -> tuple[Way, Way]:
                 "folder, repository and cache must lie on one file system that has links, under one mount (in a "
                 "container: mount the folder that holds all three once); keep this repository there: git clone",
             )
-    assert into_cache is not None and out_of_cache is not None
+    assert into_cache is not None
+    assert out_of_cache is not None
     return into_cache, out_of_cache
 
 
@@ -102,7 +104,8 @@ class Placer:
         self, root: Path, found: FoundFolder, md5s: Mapping[str, str], ways: tuple[Way, Way], copy: Path
     ) -> None:
         self._found, self._md5s, self._copy = found, md5s, copy
-        self._into_cache, self._out_of_cache = ways
+        self._into_cache: Way = ways[0]
+        self._out_of_cache: Way = ways[1]
         self._cached = object_finder(root)
         self._known = handover.known_md5s(root, [path for path in map(self._second, found.files) if path.exists()])
         self._touched: set[Path] = set()

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eyas.errors import EyasError, StoreError
+from eyas.generations.trees import ADOPTED
 from eyas.plan.cache import cache_dir
 from eyas.shards.handover import HOME
 
-ADOPTED = Path("adopted")
 SHOWN = 5
 _OWN = (".git", ".dvc", HOME.as_posix(), ADOPTED.as_posix())
 
@@ -87,7 +87,9 @@ def check_place(root: Path, real: Path) -> None:
         )
     own = next((name for name in _OWN if real.is_relative_to(root / name)), None)
     if own is not None:
-        raise StoreError(f"{real} lies in {own}/, which eyas, git or DVC keep for themselves", "move it out, then adopt")
+        raise StoreError(
+            f"{real} lies in {own}/, which eyas, git or DVC keep for themselves", "move it out, then adopt"
+        )
 
 
 def _walk(folder: Path) -> tuple[list[FoundFile], dict[str, tuple[list[str], str]], int]:
@@ -200,7 +202,10 @@ def _refuse_tracked(real: Path, outs: Sequence[Path]) -> None:
 
 
 def _ignored(
-    is_ignored_file: Callable[[str], bool], is_ignored_folder: Callable[[str], bool], files: Sequence[FoundFile], copy: Path
+    is_ignored_file: Callable[[str], bool],
+    is_ignored_folder: Callable[[str], bool],
+    files: Sequence[FoundFile],
+    copy: Path,
 ) -> list[str]:
     folders = {parent for file in files for parent in Path(file.path).parents} - {Path()}
     hidden = {folder for folder in folders if is_ignored_folder(os.fspath(copy.absolute() / folder))}

@@ -24,6 +24,8 @@ HOME = Path(".eyas")
 """The working folder below a repository, in neither git nor DVC."""
 LOCK_NAME = "extract.lock"
 SPOOL = Path("spool")
+RETIRED_MARK = "retired"
+"""An empty file in a spool that was given up; gc deletes that spool, unless a capture takes it up before."""
 SETTLED_SUFFIX = f".settled{fs.PART_SUFFIX}"
 
 
