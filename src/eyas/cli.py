@@ -68,14 +68,21 @@ def _add_exchange(commands: argparse._SubParsersAction) -> None:
     leave = _add(commands, "export-states", _export_states, "write the hidden states in another project's layout")
     leave.add_argument("--format", required=True, help=layouts)
     leave.add_argument("--to", type=Path, required=True, help="an empty folder, or an export that was interrupted")
+    leave.add_argument(
+        "--from", dest="source", type=Path, default=Path("data"), help="of the set: data, or imports/NAME"
+    )
     leave.add_argument("--trainer-version", default="", help="of the project that will read it, for example 0.4.0")
     enter = _add(commands, "import-states", _import_states, "bring another project's hidden states into a set of ours")
     enter.add_argument("--format", required=True, help=layouts)
     enter.add_argument("--from", dest="source", type=Path, required=True, help="the folder with the files")
     enter.add_argument("--to", type=Path, required=True, help="tokens/, hidden_states/ and its manifest go here")
-    enter.add_argument("--boundaries", type=_boundaries, default=(), help="states entering these layers: 2,15,27")
-    enter.add_argument("--final-hidden", choices=("pre_norm", "post_norm"), help="where the files cannot tell")
-    enter.add_argument(
+    _add_import_options(enter)
+
+
+def _add_import_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--boundaries", type=_boundaries, default=(), help="states entering these layers: 2,15,27")
+    command.add_argument("--final-hidden", choices=("pre_norm", "post_norm"), help="where the files cannot tell")
+    command.add_argument(
         "--max-failed", type=int, default=0, help="bad files that may be left out (default: %(default)s)"
     )
 
@@ -90,6 +97,12 @@ def _add_generations(commands: argparse._SubParsersAction) -> None:
     adopt.add_argument("--note", default="", help="kept with the generation")
     adopt.add_argument("--name", default="", help="of the generation (default: the folder's)")
     which = "first digits of a hash, or an adopted generation's name"
+    train = _add(commands, "train-from", _train_from, "a drafter from an adopted or imported generation, by DVC")
+    train.add_argument("generation", metavar="GEN", help=f"{which}, or a folder's name below imports/")
+    _add_import_options(train)
+    vocab = _add(commands, "draft-vocab", _draft_vocab, "the draft vocab of an imported set's tokens")
+    vocab.add_argument("tokens", type=Path, metavar="TOKENS", help="folder of the tokens")
+    vocab.add_argument("out", type=Path, metavar="DRAFT_VOCAB", help="folder to write")
     retire = _add(commands, "retire", _retire, "take a generation's name out of the workspace; deletes nothing")
     retire.add_argument("generation", metavar="GEN", help=which)
     keep = _add(commands, "keep", _keep, "pin a generation against gc by a git tag")
@@ -193,17 +206,23 @@ def _summary(arguments: argparse.Namespace) -> int:
 
 
 def _export_states(arguments: argparse.Namespace) -> int:
-    from eyas.ops.exchange import export_rows, export_states
+    from eyas.ops.exchange import export_states
+    from eyas.ops.exchange_rows import export_rows
 
-    result = export_states(Path(), arguments.format, arguments.to, arguments.trainer_version)
+    result = export_states(Path(), arguments.format, arguments.to, arguments.trainer_version, arguments.source)
     rows = export_rows(result)
     console.emit(canonical_json(dict(rows)) if arguments.json else console.table(rows))
     return 0
 
 
 def _import_states(arguments: argparse.Namespace) -> int:
-    from eyas.ops.exchange import ImportRequest, import_rows, import_states
+    from eyas.ops.exchange import ImportRequest, import_states
+    from eyas.ops.exchange_rows import import_rows
+    from eyas.ops.train_from import ImportOptions, write_pipeline
 
+    options = ImportOptions(
+        boundaries=arguments.boundaries, final_hidden=arguments.final_hidden, max_failed=arguments.max_failed
+    )
     request = ImportRequest(
         layout=arguments.format,
         source=arguments.source,
@@ -213,6 +232,7 @@ def _import_states(arguments: argparse.Namespace) -> int:
         max_failed=arguments.max_failed,
     )
     report = import_states(Path(), request)
+    write_pipeline(Path(), arguments.format, arguments.source, arguments.to, options)
     console.emit(canonical_json(report) if arguments.json else console.table(import_rows(report)))
     return 0
 
@@ -261,6 +281,23 @@ def _retire(arguments: argparse.Namespace) -> int:
 
     done = retire(Path(), arguments.generation)
     console.emit(canonical_json(done) if arguments.json else retired_text(done))
+    return 0
+
+
+def _train_from(arguments: argparse.Namespace) -> int:
+    from eyas.ops.train_from import ImportOptions, train_from
+
+    options = ImportOptions(
+        boundaries=arguments.boundaries, final_hidden=arguments.final_hidden, max_failed=arguments.max_failed
+    )
+    return train_from(Path(), arguments.generation, options)
+
+
+def _draft_vocab(arguments: argparse.Namespace) -> int:
+    from eyas.ops.draft_vocab import make_draft_vocab
+
+    vocab, coverage = make_draft_vocab(Path(), arguments.tokens, arguments.out)
+    console.emit(f"{len(vocab.d2t_W):,} draft ids, {coverage:.1%} of what the assistant wrote in training")
     return 0
 
 

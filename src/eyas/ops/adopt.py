@@ -260,14 +260,15 @@ def _dvc_text(name: str, hashed: str, found: FoundFolder, meta: dict[str, Any]) 
 
 
 def _named_elsewhere(root: Path, name: str, found: FoundFolder, md5s: dict[str, str]) -> int:
+    """Inodes of the three folders that have a name outside of them."""
     names: dict[int, set[Path]] = {}
+    num_links: dict[int, int] = {}
     for file in found.files:
-        paths = (found.path / file.path, root / ADOPTED / name / file.path, cache_object(root, md5s[file.path]))
-        for path in paths:
-            if path.stat().st_ino == file.inode:
-                names.setdefault(file.inode, set()).add(path.absolute())
-    there = {file.inode: (found.path / file.path).stat().st_nlink for file in found.files}
-    return sum(there[inode] > len(paths) for inode, paths in names.items())
+        for path in (found.path / file.path, root / ADOPTED / name / file.path, cache_object(root, md5s[file.path])):
+            there = path.stat()
+            names.setdefault(there.st_ino, set()).add(path.absolute())
+            num_links[there.st_ino] = there.st_nlink
+    return sum(num_links[inode] > len(paths) for inode, paths in names.items())
 
 
 def adopted_rows(done: Adopted) -> list[tuple[str, object]]:
@@ -294,7 +295,7 @@ def adopted_rows(done: Adopted) -> list[tuple[str, object]]:
             ("opened", f"{facts['num_opened']} files, {len(facts['problems'])} problems"),
         ]
     if done.shared_bytes:
-        rows.append(("twice", f"{console.human_bytes(done.shared_bytes)} that the cache had in files of its own"))
+        rows.append(("twice", f"{console.human_bytes(done.shared_bytes)} whose content another file holds too"))
     if done.num_named_elsewhere:
         rows.append(("warning", f"{done.num_named_elsewhere:,} files have names elsewhere; gc cannot free those"))
     if done.num_empty_folders:
