@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from eyas import fs
 from eyas.generations.objects import BLOCK_BYTES
 from eyas.generations.revisions import Revision
-from eyas.shards.handover import HOME, SPOOL, dir_md5, stored_files
+from eyas.shards.handover import HOME, RETIRED_MARK, SPOOL, dir_md5, stored_files
 
 STATES_NAME = "hidden_states"
 ADOPTED = Path("adopted")
@@ -26,8 +26,6 @@ ADOPTED_HOME = HOME / "adopted"
 ``files``: ``path``, ``size_bytes``, ``inode`` and ``mtime_ns`` of each as it was linked."""
 RETIRED_HOME = HOME / "retired"
 """An empty file per generation that was retired and not collected yet, named by its hash."""
-RETIRED_MARK = "retired"
-"""The same for a spool, inside it."""
 TreeKind = Literal["workspace", "spool", "adopted", "origin"]
 
 
