@@ -193,17 +193,15 @@ def _outs(
 ) -> list[TrackedOut]:
     outs = []
     for item in listed:
-        md5, spelt = (
-            str(item.get("md5") or ""),
-            [is_cached for path, is_cached in cached if path.fullmatch(str(item["path"]))],
-        )
+        md5, path = str(item.get("md5") or ""), str(item["path"])
+        spelt = [is_cached for pattern, is_cached in cached if pattern.fullmatch(path)]
         if not md5 or not spelt:
             continue
         if not _MD5.fullmatch(md5):
-            raise StoreError(f"{file}: md5 of {item['path']} is {md5!r}, expected 32 hexadecimal digits")
+            raise StoreError(f"{file}: md5 of {path} is {md5!r}, expected 32 hexadecimal digits")
         outs.append(
             TrackedOut(
-                path=_join(base, item["path"]),
+                path=_join(base, path),
                 name=md5 if item.get("hash") == "md5" else LEGACY + md5,
                 size_bytes=int(item.get("size") or 0),
                 num_files=int(item.get("nfiles") or 1),
