@@ -82,7 +82,10 @@ def scan_cache(root: Path) -> Cache:
             if name is None:
                 strays.append(os.path.relpath(entry.path, folder))
                 continue
-            found = entry.stat(follow_symlinks=False)
+            try:
+                found = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:  # deleted since the folder was read
+                continue
             objects[prefix + name] = CachedObject(
                 found.st_size, found.st_blocks * BLOCK_BYTES, found.st_dev, found.st_ino, found.st_nlink
             )

@@ -6,6 +6,7 @@ eyas wrote beside it (manifest, journal of the adoption), never by guessing, and
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -112,7 +113,10 @@ def _spool(folder: Path) -> NameTree:
             listed, generation = [(file.path, file.size_bytes) for file in files], dir_md5(files)
     except (KeyError, TypeError):
         pass
-    present = {path: _stat(entry.stat()) for path, entry in _walk(states)}
+    present: dict[str, TreeFile] = {}
+    for path, entry in _walk(states):
+        with contextlib.suppress(FileNotFoundError):  # an extraction renames its files meanwhile
+            present[path] = _stat(entry.stat())
     if listed:
         present = {path: present[path] for path, size in listed if path in present and present[path].size_bytes == size}
     return NameTree(

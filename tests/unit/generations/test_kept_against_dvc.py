@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from random_projects import grow
-from states_repository import StatesRepository
 
 from eyas.generations.listing import read_situation
 

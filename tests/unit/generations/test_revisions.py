@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from states_repository import STATES, StatesRepository
 
 from eyas.errors import StoreError
 from eyas.generations.kept import kept_objects
 from eyas.generations.objects import scan_cache
 from eyas.generations.revisions import Revision, read_revisions
+from states_repository import STATES, StatesRepository
 
 
 @pytest.fixture
