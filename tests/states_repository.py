@@ -108,8 +108,8 @@ class StatesRepository:
         name = self.put_folder(files)
         manifest = json.dumps(manifest_of(files, engine), sort_keys=True).encode()
         for path, data in files.items():
-            self._link(states / path, md5(data))
-        self._link(self.root / MANIFEST, self.put(manifest))
+            self.link(states / path, md5(data))
+        self.link(self.root / MANIFEST, self.put(manifest))
         size, outs = sum(map(len, files.values())), []
         outs.append({"path": STATES, "hash": "md5", "md5": name, "size": size, "nfiles": len(files)})
         outs.append({"path": MANIFEST, "hash": "md5", "md5": md5(manifest), "size": len(manifest)})
@@ -117,14 +117,14 @@ class StatesRepository:
         lock = {"schema": "2.0", "stages": {"extract": {"cmd": "true", "params": params, "outs": outs}}}
         if drafter:
             trained = {"path": "models/drafter", "hash": "md5", "md5": self.put(drafter), "size": len(drafter)}
-            lock["stages"]["train"] = {"cmd": "true", "deps": [outs[0]], "outs": [trained]}
-            self._link(self.root / "models/drafter", md5(drafter))
+            lock["stages"]["train"] = {"cmd": "true", "deps": [dict(outs[0])], "outs": [trained]}
+            self.link(self.root / "models/drafter", md5(drafter))
         self.write_yaml("dvc.yaml", PIPELINE)
         self.write_yaml("dvc.lock", lock)
         (self.root / "params.yaml").write_text(yaml.safe_dump({"extract": {"engine": engine, "codec": "raw"}}))
         return name
 
-    def _link(self, path: Path, name: str) -> None:
+    def link(self, path: Path, name: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         os.link(self.object_path(name), path)
