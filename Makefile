@@ -33,6 +33,7 @@ GUARD := eyas guard $(if $(FORCE),--force)
 SITE_CACHE := $(CURDIR)/.dvc/tmp/site
 STATE_HERE = @grep -qsF 'site_cache_dir = $(SITE_CACHE)' .dvc/config.local || \
 	dvc config -q --local core.site_cache_dir '$(SITE_CACHE)'
+JSON_OPTION = $(if $(value JSON),--json)
 option = $(if $(value $(2)),--$(1) '$($(2))')
 CHOICES := $(foreach group,TARGET DATA MACHINE DRAFTER,$(if $(value $(group)),$(group)=$(value $(group))))
 
@@ -43,7 +44,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help setup repro smoke params $(PIPELINE) status summary doctor verify repair bench-store reproduce check test test-slow lock clean
 
-.PHONY: export-states import-states
+.PHONY: export-states import-states gc-plan gc
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-14s %s\n",$$1,$$2}' Makefile
@@ -91,6 +92,13 @@ verify: $(READY) ## Read every artifact again; ARGS='--share 0.1 --max-mb-per-s 
 	@eyas verify $(ARGS)
 repair: $(READY) ## Restore damaged shards, or capture their samples again
 	@eyas repair
+
+##@ Disk
+gc-plan: $(READY) ## What nobody needs any more and what it would free; PROJECTS='/a /b'|none for a shared cache
+	@eyas gc-plan $(call option,projects,PROJECTS) $(JSON_OPTION)
+gc: $(READY) ## Delete what a plan lists: CONFIRM=<id of gc-plan>; also goes on with an interrupted one
+	$(STATE_HERE)
+	@eyas gc $(call option,confirm,CONFIRM) $(JSON_OPTION)
 
 ##@ Measure
 bench-store: $(READY) ## The store on the extracted states: bytes, speeds, kills, damage; reports/bench/*.json
