@@ -47,7 +47,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help setup repro smoke params $(PIPELINE) status summary doctor verify repair bench-store reproduce check test test-slow lock clean
 
-.PHONY: export-states import-states generations
+.PHONY: export-states import-states generations gc-plan gc
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-14s %s\n",$$1,$$2}' Makefile
@@ -99,6 +99,11 @@ repair: $(READY) ## Restore damaged shards, or capture their samples again
 ##@ Disk
 generations: $(READY) ## Every version of the hidden states and what gc would free; ALL=1 JSON=1
 	@eyas generations $(if $(ALL),--all) $(if $(JSON),--json)
+gc-plan: $(READY) ## What nobody needs any more and what it would free; PROJECTS='/a /b'|none for a shared cache
+	@eyas gc-plan $(call option,projects,PROJECTS) $(if $(JSON),--json)
+gc: $(READY) ## Delete what a plan lists: CONFIRM=<id of gc-plan>; also goes on with an interrupted one
+	$(STATE_HERE)
+	@eyas gc $(call option,confirm,CONFIRM) $(if $(JSON),--json)
 
 ##@ Measure
 bench-store: $(READY) ## The store on the extracted states: bytes, speeds, kills, damage; reports/bench/*.json

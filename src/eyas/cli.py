@@ -45,6 +45,10 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--share", type=float, default=1.0, help="read this share of the shards (default: all)")
     verify.add_argument("--max-mb-per-s", type=float, default=0.0, help="read no faster (default: no limit)")
     _add(commands, "repair", _repair, "restore damaged shards from DVC's cache, or capture their samples again")
+    plan = _add(commands, "gc-plan", _gc_plan, "what nobody needs any more, and what deleting it would free")
+    plan.add_argument("--projects", help="other projects that share DVC's cache: '/path /path', or none")
+    gc = _add(commands, "gc", _gc, "delete what a plan of gc-plan lists, and go on with a gc that was interrupted")
+    gc.add_argument("--confirm", required=True, metavar="ID", help="the plan's id")
     _add(commands, "summary", _summary, "the last results in one table")
     listed = _add(commands, "generations", _generations, "every version of the hidden states, and what gc would free")
     listed.add_argument("--all", action="store_true", help="also those that only commits name, and deleted ones")
@@ -197,6 +201,26 @@ def _settle(arguments: argparse.Namespace) -> int:
         console.emit(canonical_json(identities))
     else:
         console.emit("\n".join(f"settled: {identity}" for identity in identities) or "nothing to settle")
+    return 0
+
+
+def _gc_plan(arguments: argparse.Namespace) -> int:
+    from eyas.ops.gc_intent import write_plan
+    from eyas.ops.gc_plan import make_plan, parse_projects
+    from eyas.ops.gc_text import plan_text, plan_values
+
+    plan = make_plan(Path(), parse_projects(arguments.projects))
+    if plan.plan_id:
+        write_plan(Path(), plan.plan_id, plan.projects, plan.snapshot)
+    console.emit(canonical_json(plan_values(plan)) if arguments.json else plan_text(plan))
+    return 1 if plan.refusals else 0
+
+
+def _gc(arguments: argparse.Namespace) -> int:
+    from eyas.ops.gc import collect, outcome_text
+
+    event = collect(Path(), arguments.confirm)
+    console.emit(canonical_json(event) if arguments.json else outcome_text(event))
     return 0
 
 

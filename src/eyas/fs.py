@@ -285,8 +285,10 @@ def _existing(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def volume_lock(path: Path, what: str) -> Iterator[None]:
+def volume_lock(path: Path, what: str) -> Iterator[int]:
     """Hold an exclusive flock; the file says who holds it: what, pid, since when, host and command.
+
+    Yields the descriptor: a child that gets it holds the lock as well.
 
     A flock is the kernel's: it holds across containers and PID namespaces on one machine, and ends with its holder.
 
@@ -307,7 +309,20 @@ def volume_lock(path: Path, what: str) -> Iterator[None]:
             handle.truncate(0)
             handle.write(_holder(what))
             handle.flush()
-        yield
+        yield handle.fileno()
+
+
+def lock_holder(path: Path) -> str:
+    """Who holds a ``volume_lock``; empty when nobody does."""
+    try:
+        with open(path) as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return handle.read().strip() or "another process"
+    except FileNotFoundError:
+        pass
+    return ""
 
 
 def _holder(what: str) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eyas.errors import StoreError
+from eyas.generations.extents import SHARING_FILE_SYSTEMS, Key, SharedBlocks, read_shared
 from eyas.generations.freed import freed_bytes
 from eyas.generations.generation import (
     Facts,
@@ -24,6 +27,7 @@ from eyas.generations.objects import Cache, scan_cache
 from eyas.generations.revisions import Revision, read_revisions
 from eyas.generations.snapshot import TrackedOut, TrackedStage
 from eyas.generations.trees import ADOPTED, RETIRED_HOME, STATES_NAME, NameTree, read_trees
+from eyas.plan.cache import file_system
 
 MIN_PREFIX = 6
 DRAFTER = "drafter"
@@ -41,6 +45,21 @@ class Situation:
     kept: Kept
     wanted_identity: str
     """Of ``data/plan.json``; empty without one."""
+
+    @functools.cached_property
+    def shared(self) -> SharedBlocks:
+        """Blocks that known files have in common; asked once, and only where the file system shares any."""
+        files: dict[Key, tuple[str, str]] = {}
+        kind, volume = file_system(self.cache.folder)
+        if kind in SHARING_FILE_SYSTEMS:
+            for name, stat in self.cache.objects.items():
+                files[stat.device, stat.inode] = volume, os.fspath(self.cache.path(name))
+        for tree in self.trees:
+            kind, volume = file_system(tree.folder)
+            if kind in SHARING_FILE_SYSTEMS:
+                base = f"{tree.folder}{os.sep}"
+                files |= {(f.device, f.inode): (volume, base + path) for path, f in tree.files.items()}
+        return read_shared(files)
 
 
 def read_situation(root: Path, *, commits: bool = False) -> Situation:
@@ -210,7 +229,7 @@ def freeable(found: Situation, objects: Iterable[str], trees: Iterable[NameTree]
     """
     kept = found.kept.names if not dropped & found.kept.names else _kept_without(found, dropped)
     gone = [found.cache.objects[name] for name in objects if name in found.cache.objects and name not in kept]
-    return freed_bytes([*gone, *(file for tree in trees for file in tree.files.values())])
+    return freed_bytes([*gone, *(file for tree in trees for file in tree.files.values())], found.shared)
 
 
 def _kept_without(found: Situation, dropped: set[str]) -> frozenset[str]:
@@ -242,7 +261,7 @@ def _unnamed(found: Situation, tree: NameTree) -> Generation:
     facts = Facts(identity=tree.identity)
     with contextlib.suppress(OSError, ValueError):
         facts = manifest_facts(json.loads((manifest or tree.folder).read_bytes()))
-    free = 0 if tree.kind == "spool" and twin else freed_bytes(tree.files.values())
+    free = 0 if tree.kind == "spool" and twin else freed_bytes(tree.files.values(), found.shared)
     newest = max((int(p.stat().st_mtime) for p in (tree.folder, tree.folder.parent) if p.exists()), default=0)
     return Generation(
         kind="unrecorded" if tree.kind == "workspace" else "spool",

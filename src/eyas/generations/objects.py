@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,8 @@ LEGACY = "dos2unix:"
 DIR_SUFFIX = ".dir"
 BLOCK_BYTES = 512
 """Unit of ``st_blocks``."""
-_FOLDER, _REST = re.compile(r"[0-9a-f]{2}"), re.compile(r"[0-9a-f]{30}(\.dir)?")
+_OBJECT = re.compile(r"[0-9a-f]{32}(\.dir)?")
+_FOLDER_CHARS = 2
 
 
 class CachedObject(NamedTuple):
@@ -43,8 +44,10 @@ class Cache:
 
     folder: Path
     objects: dict[str, CachedObject]
-    strays: tuple[str, ...]
-    """Files that are no object, relative to the cache: a killed DVC leaves them, no gc of DVC removes them."""
+    strays: dict[str, CachedObject]
+    """Files where objects lie that are none, by path relative to the cache: a killed DVC leaves them, and
+    ``dvc gc`` takes them for objects that nobody uses."""
+    _trees: dict[str, dict[str, str]] = field(default_factory=dict, repr=False, compare=False)
 
     def path(self, name: str) -> Path:
         """Where an object lies."""
@@ -58,6 +61,11 @@ class Cache:
         Raises:
             StoreError: The list is missing, is no list, or is not the one that its name says.
         """
+        if name not in self._trees:
+            self._trees[name] = self._read_tree(name)
+        return self._trees[name]
+
+    def _read_tree(self, name: str) -> dict[str, str]:
         path = self.path(name)
         try:
             data = path.read_bytes()
@@ -76,32 +84,32 @@ def scan_cache(root: Path) -> Cache:
     """List the cache of a repository."""
     folder = cache_dir(root)
     objects: dict[str, CachedObject] = {}
-    strays: list[str] = []
+    strays: dict[str, CachedObject] = {}
     for base, prefix in ((folder / "files" / "md5", ""), (folder, LEGACY)):
         for name, entry in _entries(base):
-            if name is None:
-                strays.append(os.path.relpath(entry.path, folder))
-                continue
             try:
                 found = entry.stat(follow_symlinks=False)
             except FileNotFoundError:  # deleted since the folder was read
                 continue
-            objects[prefix + name] = CachedObject(
+            stat = CachedObject(
                 found.st_size, found.st_blocks * BLOCK_BYTES, found.st_dev, found.st_ino, found.st_nlink
             )
-    return Cache(folder, objects, tuple(sorted(strays)))
+            if _OBJECT.fullmatch(name):
+                objects[prefix + name] = stat
+            else:
+                strays[os.path.relpath(entry.path, folder)] = stat
+    return Cache(folder, objects, strays)
 
 
-def _entries(base: Path) -> Iterator[tuple[str | None, os.DirEntry[str]]]:
-    """Hash and entry of every file below the two-digit folders; None for what has no hash for a name."""
+def _entries(base: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Every file right below a folder of two characters, as DVC looks for them, with both names as one."""
     if not base.is_dir():
         return
     with os.scandir(base) as folders:
         for folder in folders:
-            if not _FOLDER.fullmatch(folder.name) or not folder.is_dir(follow_symlinks=False):
+            if len(folder.name) != _FOLDER_CHARS or not folder.is_dir(follow_symlinks=False):
                 continue
             with os.scandir(folder.path) as entries:
                 for entry in entries:
-                    is_object = _REST.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
-                    if is_object or entry.is_file(follow_symlinks=False):
-                        yield folder.name + entry.name if is_object else None, entry
+                    if entry.is_file(follow_symlinks=False):
+                        yield folder.name + entry.name, entry

@@ -49,7 +49,8 @@ def reclaimable(root: Path) -> Reclaimable:
         if g.freed_bytes and _is_retirable(g, branch) and not g.is_retired
     )
     return Reclaimable(
-        free_now_bytes=freed_bytes([*removed_objects(found), *removed_files(found)]), retirable=retirable
+        free_now_bytes=freed_bytes([*removed_objects(found), *removed_files(found)], found.shared),
+        retirable=retirable,
     )
 
 

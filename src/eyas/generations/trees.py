@@ -38,6 +38,7 @@ class TreeFile(NamedTuple):
     device: int
     inode: int
     num_links: int
+    mtime_ns: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +192,9 @@ def _walk(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
 
 
 def _stat(found: os.stat_result) -> TreeFile:
-    return TreeFile(found.st_size, found.st_blocks * BLOCK_BYTES, found.st_dev, found.st_ino, found.st_nlink)
+    return TreeFile(
+        found.st_size, found.st_blocks * BLOCK_BYTES, found.st_dev, found.st_ino, found.st_nlink, found.st_mtime_ns
+    )
 
 
 def file_md5(path: Path) -> str:

@@ -60,7 +60,7 @@ def list_all(root: Path, *, everything: bool = False) -> Listing:
         generations=generations,
         collected=[gone for gone in _collected(root) if gone["hash"] not in present] if everything else [],
         disk_bytes=_disk_bytes(found, generations),
-        freed_now_bytes=freed_bytes([*removed_objects(found), *removed_files(found)]),
+        freed_now_bytes=freed_bytes([*removed_objects(found), *removed_files(found)], found.shared),
         problems=found.kept.problems,
     )
 

@@ -95,7 +95,7 @@ def _settle_spools(root: Path) -> list[str]:
     return handover.settle(root / HOME, locked, OUTS, object_finder(root))
 
 
-def _lock(root: Path) -> AbstractContextManager[None]:
+def _lock(root: Path) -> AbstractContextManager[int]:
     return fs.volume_lock(root / HOME / LOCK_NAME, "guard")
 
 

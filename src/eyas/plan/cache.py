@@ -21,27 +21,28 @@ SITE_CACHE = Path(".dvc/tmp/site")
 MOUNTS = Path("/proc/self/mountinfo")
 
 
-def _settings(root: Path, section: str) -> dict[str, str]:
-    settings: dict[str, str] = {}
+def settings(root: Path, section: str) -> dict[str, str]:
+    """One section of the repository's DVC settings, what is local over what is committed."""
+    found: dict[str, str] = {}
     for name in ("config", "config.local"):
         parser = configparser.ConfigParser(interpolation=None)
         parser.read(root / ".dvc" / name)
         if parser.has_section(section):
-            settings.update(parser[section])
-    return {key: value.strip("\"'") for key, value in settings.items()}
+            found.update(parser[section])
+    return {key: value.strip("\"'") for key, value in found.items()}
 
 
 def cache_types(root: Path) -> tuple[str, ...]:
     """DVC's ``cache.type`` in order; empty without a DVC repository, DVC's own default without a setting."""
     if not (root / ".dvc").is_dir():
         return ()
-    named = _settings(root, "cache").get("type", "reflink,copy")
+    named = settings(root, "cache").get("type", "reflink,copy")
     return tuple(kind.strip() for kind in named.split(","))
 
 
 def cache_dir(root: Path) -> Path:
     """DVC's cache folder."""
-    folder = Path(_settings(root, "cache").get("dir", "cache"))
+    folder = Path(settings(root, "cache").get("dir", "cache"))
     return folder if folder.is_absolute() else root / ".dvc" / folder
 
 
@@ -58,7 +59,7 @@ def cache_object(root: Path, md5: str) -> Path:
 
 def site_cache_dir(root: Path) -> Path | None:
     """Where DVC keeps its state, as set for this repository; None when it is DVC's own place."""
-    named = os.environ.get("DVC_SITE_CACHE_DIR") or _settings(root, "core").get("site_cache_dir")
+    named = os.environ.get("DVC_SITE_CACHE_DIR") or settings(root, "core").get("site_cache_dir")
     return Path(named) if named else None
 
 
@@ -121,14 +122,30 @@ def check_links(root: Path) -> None:
     )
 
 
+def file_system(path: Path) -> tuple[str, str]:
+    """Kind and source of the file system that holds a path: ``xfs``, ``/dev/sdb``; ``?`` where nobody says."""
+    found = _mounted(path)
+    return found[1:] if found else ("?", "?")
+
+
 def _mount(path: Path) -> str:
     """The mount that holds a path: ``/data (ext4)``; bind mounts have no other mark than this list."""
+    found = _mounted(path)
+    if found is None:
+        resolved = path.resolve()
+        return f"device {resolved.stat().st_dev if resolved.exists() else '?'}"
+    return f"{found[0]} ({found[1]})"
+
+
+def _mounted(path: Path) -> tuple[str, str, str] | None:
+    """Mount point, kind and source."""
     resolved = path.resolve()
     try:
         rows = [line.split() for line in MOUNTS.read_text().splitlines()]
     except OSError:
-        return f"device {resolved.stat().st_dev if resolved.exists() else '?'}"
-    found = [(row[4].replace("\\040", " "), row[row.index("-") + 1]) for row in rows]
-    holding = [(point, kind) for point, kind in found if resolved.is_relative_to(point)]
-    point, kind = max(reversed(holding), key=lambda mount: len(mount[0]), default=("/", "?"))
-    return f"{point} ({kind})"
+        return None
+    found = [
+        (row[4].replace("\\040", " "), row[(mark := row.index("-")) + 1], row[mark + 2]) for row in rows if "-" in row
+    ]
+    holding = [row for row in found if resolved.is_relative_to(row[0])]
+    return max(reversed(holding), key=lambda row: len(row[0]), default=None)

@@ -1,0 +1,124 @@
+"""When nothing may be deleted: whatever makes it uncertain what is in use, each with what to do about it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from eyas import fs
+from eyas.generations.listing import Situation
+from eyas.generations.trees import RETIRED_HOME
+from eyas.plan.cache import cache_dir, settings
+from eyas.shards.handover import HOME, LOCK_NAME
+
+UNFINISHED = (
+    ("rebase-merge", "rebase"),
+    ("rebase-apply", "rebase"),
+    ("MERGE_HEAD", "merge"),
+    ("CHERRY_PICK_HEAD", "cherry-pick"),
+    ("REVERT_HEAD", "revert"),
+)
+NO_PROJECTS = "none"
+
+
+class Refusal(NamedTuple):
+    """A reason not to delete anything."""
+
+    what: str
+    hint: str
+
+
+def refusals(found: Situation, projects: Sequence[Path] | None, *, is_locked: bool) -> list[Refusal]:
+    """Everything that speaks against a gc, in the order in which to deal with it.
+
+    Args:
+        found: The situation, projects included.
+        projects: Others that share the cache; None when nobody said.
+        is_locked: Whether this process holds the lock itself.
+    """
+    root = found.root
+    listed = [] if is_locked else list(_running(root))
+    if not (root / "dvc.lock").exists():
+        listed.append(Refusal("dvc.lock is missing: DVC would take every output for unused", "git checkout dvc.lock"))
+    listed += _git_state(root)
+    listed += _uncommitted(root)
+    listed += [Refusal(problem, _mend(problem)) for problem in found.kept.problems]
+    listed += _unrecorded(found)
+    if projects is None:
+        listed += _shared_cache(root)
+    return listed
+
+
+def _running(root: Path) -> Iterator[Refusal]:
+    if holder := fs.lock_holder(root / HOME / LOCK_NAME):
+        yield Refusal(f"{root / HOME / LOCK_NAME} is locked by {holder}", "wait for it, or stop that process")
+
+
+def _git_state(root: Path) -> Iterator[Refusal]:
+    import pygit2
+
+    repo = pygit2.Repository(os.fspath(root))
+    for name, what in UNFINISHED:
+        if (Path(repo.path) / name).exists():
+            hint = f"`git {what} --continue` or `git {what} --abort`"
+            yield Refusal(f"a git {what} is under way: what its commits will name is not known yet", hint)
+            return
+    if repo.head_is_unborn:
+        yield Refusal("there is no commit yet that names anything", "git add . && git commit")
+
+
+def _uncommitted(root: Path) -> Iterator[Refusal]:
+    """Files that say what is in use, changed and not committed: a mistake in them costs what they no longer name."""
+    globs = ("dvc.yaml", "dvc.lock", "*.dvc", "params.yaml")
+    command = ["git", "status", "--porcelain", "-z", "--untracked-files=all", "--no-renames", "--"]
+    patterns = [pattern for glob in globs for pattern in (glob, f":(glob)**/{glob}")]
+    done = subprocess.run([*command, *patterns], cwd=root, capture_output=True, check=False)
+    if done.returncode:
+        yield Refusal(f"`git status` failed: {done.stderr.decode(errors='replace').strip()}", "git status")
+    lines = [line for line in done.stdout.decode("utf-8", "replace").split("\0") if line]
+    changed = sorted(line[3:] for line in lines if not line[3:].startswith(".dvc/"))
+    if changed:
+        named = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
+        yield Refusal(
+            f"not committed: {named}; gc would delete what an unfinished edit no longer names",
+            "`git diff` shows it; `git commit` it, or `git checkout` it",
+        )
+
+
+def _mend(problem: str) -> str:
+    if "missing from DVC's cache" in problem:
+        return "`dvc fetch` or `dvc pull` brings the list back; else delete the branch or tag that names it"
+    if "is damaged" in problem:
+        return "remove that file, then `dvc fetch`; else delete the branch or tag that names it"
+    return "put it right and commit, or delete the branch or tag that has it"
+
+
+def _unrecorded(found: Situation) -> Iterator[Refusal]:
+    """Finished states of the set that is wanted, which no ``dvc.lock`` names: a kill came before DVC wrote it."""
+    seen = set[str]()
+    for tree in found.trees:
+        is_wanted = bool(found.wanted_identity) and tree.identity == found.wanted_identity
+        is_ours = tree.kind in ("workspace", "spool") and is_wanted and bool(tree.generation)
+        is_retired = tree.is_retired or (found.root / RETIRED_HOME / tree.generation).exists()
+        if is_ours and tree.generation not in found.kept.names and not is_retired and tree.generation not in seen:
+            seen.add(tree.generation)
+            yield Refusal(
+                f"{tree.folder} holds the finished states that data/plan.json wants ({tree.identity[:10]}…), and no "
+                "dvc.lock that is kept names them",
+                f"record them first: make extract (or give them up: make retire GEN={tree.generation[:10]})",
+            )
+
+
+def _shared_cache(root: Path) -> Iterator[Refusal]:
+    cache = cache_dir(root)
+    is_outside = not Path(os.path.realpath(cache)).is_relative_to(os.path.realpath(root))
+    is_shared = bool(settings(root, "cache").get("shared"))
+    if is_outside or is_shared:
+        why = "lies outside this repository" if is_outside else "is shared (cache.shared)"
+        yield Refusal(
+            f"DVC's cache {cache} {why}: another project may use what this one does not",
+            f"name the others: PROJECTS='/path /path', or PROJECTS={NO_PROJECTS} when there are none",
+        )

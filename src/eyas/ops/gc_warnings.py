@@ -1,0 +1,95 @@
+"""What to know before a gc: nothing here forbids it."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from eyas.console import human_bytes
+from eyas.generations.extents import Key
+from eyas.generations.listing import Situation
+from eyas.generations.objects import CachedObject
+from eyas.generations.trees import TreeFile
+from eyas.ops.gc_going import Going, stats
+from eyas.ops.gc_groups import NEVER_NAMED, GroupRow
+from eyas.ops.gc_remote import remotes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes that would go but stay on the disk: names that nobody knows have them too."""
+
+    num_files: int
+    num_bytes: int
+    example: str
+    """An object, to look for the other names of."""
+
+
+def held(found: Situation, gone: Going) -> Held:
+    """Inodes that lose their known names and live on under unknown ones."""
+    going: Counter[Key] = Counter((stat.device, stat.inode) for stat in stats(gone))
+    known: Counter[Key] = Counter((stat.device, stat.inode) for stat in _all(found))
+    unknown: dict[Key, int] = {}
+    example = ""
+    for name, stat in [*((found.cache.path(n), s) for n, s in gone.objects.items())]:
+        key = (stat.device, stat.inode)
+        if stat.num_links > max(known[key], going[key]):
+            unknown[key] = stat.disk_bytes
+            example = example or os.fspath(name)
+    return Held(num_files=len(unknown), num_bytes=sum(unknown.values()), example=example)
+
+
+def _all(found: Situation) -> Iterator[CachedObject | TreeFile]:
+    yield from found.cache.objects.values()
+    for tree in found.trees:
+        yield from tree.files.values()
+
+
+def warnings(found: Situation, gone: Going, listed: Sequence[GroupRow]) -> Iterator[str]:
+    """One sentence each."""
+    if not (gone.objects or gone.names):
+        return
+    states = [row for row in listed if row.hash]
+    if states and not remotes(found.root):
+        yield "DVC has no remote: for what goes, this is the only copy"
+    for row in states:
+        if row.num_pushed is not None and row.num_pushed < row.num_objects:
+            missing = row.num_objects - row.num_pushed
+            yield f"{row.title}: {missing:,} of {row.num_objects:,} objects are in no remote that answers"
+        if not row.last_named_by and row.kind != "spool":
+            yield f"{row.title}: no commit that is left ever named it; once it is gone nothing tells how it was made"
+    for row in listed:
+        if row.title == NEVER_NAMED:
+            yield f"{row.num_objects:,} objects ({human_bytes(row.stored_bytes)}) are named by no commit that is left"
+    if gone.changed:
+        yield (
+            f"{len(gone.changed):,} names hold something else than was recorded and stay ({gone.changed[0]}); "
+            "look at them and remove them by hand"
+        )
+    if found.shared.has_encoded:
+        yield "the file system compresses: what is freed can be less than the plan says"
+    yield from _only_elsewhere(found, states)
+
+
+def _only_elsewhere(found: Situation, states: Sequence[GroupRow]) -> Iterator[str]:
+    """Generations that a branch of a git remote names and no local one: DVC does not keep those."""
+    import pygit2
+
+    repo = pygit2.Repository(os.fspath(found.root))
+    tips: dict[str, str] = {}
+    for name in repo.references:
+        if name.startswith("refs/remotes/") or name == "refs/stash":
+            target = repo.references[name].resolve().target
+            tips.setdefault(str(target), name.removeprefix("refs/").removeprefix("remotes/"))
+    for row in states:
+        naming = {
+            revision.commit
+            for revision in found.revisions
+            for s in revision.stages
+            for o in s.outs
+            if o.name == row.hash
+        }
+        if where := sorted({name for commit, name in tips.items() if commit in naming}):
+            yield f"{row.title}: {', '.join(where)} names it, but no local branch or tag does: DVC does not keep it"
