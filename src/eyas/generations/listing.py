@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eyas.errors import StoreError
+from eyas.generations import ledger
 from eyas.generations.extents import SHARING_FILE_SYSTEMS, Key, SharedBlocks, read_shared
 from eyas.generations.freed import freed_bytes
 from eyas.generations.generation import (
@@ -100,7 +101,14 @@ def list_generations(found: Situation) -> list[Generation]:
     drafters = _drafters(found.revisions)
     generations = [_named(found, name, uses, drafters.get(name, ())) for name, uses in named.items()]
     known = {generation.hash for generation in generations}
-    generations += [_unnamed(found, tree) for tree in found.trees if _is_unnamed(tree, known)]
+    unnamed = [tree for tree in found.trees if tree.generation not in known]
+    cached = dict.fromkeys(tree.generation for tree in unnamed if tree.generation in found.cache.objects)
+    generations += [_forgotten(found, name, [t for t in unnamed if t.generation == name]) for name in cached]
+    generations += [
+        _unnamed(found, tree)
+        for tree in unnamed
+        if tree.generation not in cached and tree.kind in ("workspace", "spool")
+    ]
     return sorted(generations, key=lambda g: (-g.freed_now_bytes, -g.freed_bytes, -g.when_s, g.hash))
 
 
@@ -176,7 +184,8 @@ def _named(found: Situation, name: str, uses: list[_Use], used_by: tuple[str, ..
         num_missing=sum(one not in found.cache.objects for one in objects) if objects else out.num_files + 1,
         is_kept=is_kept,
         is_stale=in_workspace and bool(facts.identity and found.wanted_identity not in ("", facts.identity)),
-        is_retired=(found.root / RETIRED_HOME / name).exists(),
+        # `git checkout` takes a retirement back, and knows nothing of the mark.
+        is_retired=not in_workspace and (found.root / RETIRED_HOME / name).exists(),
         freed_now_bytes=0 if is_kept else free,
         freed_bytes=free,
         named_by=_named_by(uses),
@@ -250,24 +259,59 @@ def _kept_without(found: Situation, dropped: set[str]) -> frozenset[str]:
 # ── named by nothing ──────────────────────────────────────────────────────────────────────────
 
 
-def _is_unnamed(tree: NameTree, known: set[str]) -> bool:
-    return tree.kind in ("workspace", "spool") and tree.generation not in known
+def _forgotten(found: Situation, name: str, trees: list[NameTree]) -> Generation:
+    """A generation that DVC's cache has and no revision names: adopted or made, and given up before a commit."""
+    tree = next((tree for tree in trees if tree.kind != "origin"), trees[0])
+    is_adopted = tree.kind in ("adopted", "origin")
+    objects = objects_of(found.cache, name)
+    sizes = [found.cache.objects[one].size_bytes for one in objects - {name} if one in found.cache.objects]
+    is_kept = name in found.kept.names
+    free = freeable(found, objects, trees, {name})
+    return Generation(
+        kind="adopted" if is_adopted else "pipeline",
+        hash=name,
+        path=os.path.relpath(tree.folder, found.root),
+        facts=_noted_facts(found.root, name) if is_adopted else _tree_facts(tree),
+        when_s=_when(found.cache, name, ()),
+        stored_bytes=sum(sizes),
+        disk_bytes=_disk_bytes(found.cache, objects, trees),
+        num_objects=len(objects) or tree.num_listed + 1,
+        num_missing=sum(one not in found.cache.objects for one in objects) if objects else tree.num_listed + 1,
+        is_kept=is_kept,
+        is_stale=False,
+        is_retired=(found.root / RETIRED_HOME / name).exists(),
+        freed_now_bytes=0 if is_kept else free,
+        freed_bytes=free,
+        named_by=(),
+        used_by=(),
+        objects=objects,
+    )
+
+
+def _noted_facts(root: Path, name: str) -> Facts:
+    """What the ledger tells of an adoption whose ``.dvc`` file is gone."""
+    told = [event for event in ledger.read(root) if event.get("event") == "adopt" and event.get("hash") == name]
+    return Facts(engine=str(told[-1].get("engine", "")), note=str(told[-1].get("note", ""))) if told else Facts()
+
+
+def _tree_facts(tree: NameTree) -> Facts:
+    manifest = tree.manifest if tree.kind == "workspace" else tree.folder.parent / "manifest.json"
+    facts = Facts(identity=tree.identity)
+    with contextlib.suppress(OSError, ValueError):
+        facts = manifest_facts(json.loads((manifest or tree.folder).read_bytes()))
+    return facts if facts.identity else Facts(identity=tree.identity)
 
 
 def _unnamed(found: Situation, tree: NameTree) -> Generation:
     """States that no revision names: published and not recorded, or a spool."""
     twin = any(t.kind == "workspace" and t.generation == tree.generation for t in found.trees)
-    manifest = tree.manifest if tree.kind == "workspace" else tree.folder.parent / "manifest.json"
-    facts = Facts(identity=tree.identity)
-    with contextlib.suppress(OSError, ValueError):
-        facts = manifest_facts(json.loads((manifest or tree.folder).read_bytes()))
     free = 0 if tree.kind == "spool" and twin else freed_bytes(tree.files.values(), found.shared)
     newest = max((int(p.stat().st_mtime) for p in (tree.folder, tree.folder.parent) if p.exists()), default=0)
     return Generation(
         kind="unrecorded" if tree.kind == "workspace" else "spool",
         hash=tree.generation or tree.identity,
         path=tree.folder.relative_to(found.root).as_posix(),
-        facts=facts if facts.identity else Facts(identity=tree.identity),
+        facts=_tree_facts(tree),
         when_s=newest,
         stored_bytes=sum(file.size_bytes for file in tree.files.values()),
         disk_bytes=tree.disk_bytes,

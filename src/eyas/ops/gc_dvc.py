@@ -29,7 +29,7 @@ def would_remove(root: Path, projects: Sequence[Path]) -> set[str]:
 def real_path(path: str | Path) -> str:
     """A file of the cache without links in its folder's path; folders are asked once, files never."""
     folder, name = os.path.split(path)
-    return f"{_real_folder(folder)}/{name}"
+    return f"{_real_folder(str(Path(folder).absolute()))}/{name}"
 
 
 _real_folder = functools.lru_cache(maxsize=4096)(os.path.realpath)

@@ -124,7 +124,8 @@ def _without_manifest(found: Situation, objects: dict[str, CachedObject], done: 
         if not name.endswith(DIR_SUFFIX):
             continue
         for path, hashed in _list(found, name).items():
-            stat, one = _stat(found.root / folder / path), found.cache.objects.get(hashed)
+            # An object that stays may be linked from another generation that lies in this place now.
+            stat, one = _stat(found.root / folder / path), objects.get(hashed)
             if stat is not None and one is not None and (one.device, one.inode) == (stat.device, stat.inode):
                 yield GoingName(f"{folder}/{path}", name, folder, stat)
 

@@ -377,7 +377,7 @@ class History:
     @staticmethod
     def same(folder: Path, files: Files) -> None:
         found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-        assert found == files, folder
+        assert found == files, f"{folder}: {sorted(found)}, expected {sorted(files)}"
 
     def check_out_everything(self) -> int:
         """Every kept revision, whole, by the real DVC; returns how many."""
@@ -386,9 +386,10 @@ class History:
         names = [*self.model.branches, *self.model.tags]
         for name in names:
             self.git("checkout", "-q", "-f", "--detach", name)
+            outs = self.model.commits[(self.model.branches | self.model.tags)[name]]
             with Repo(os.fspath(self.root)) as repo:
-                repo.checkout(force=True)
-            for path, value in self.model.commits[(self.model.branches | self.model.tags)[name]].items():
+                repo.checkout([os.fspath(self.root / path) for path in outs], force=True) if outs else None
+            for path, value in outs.items():
                 if isinstance(value, bytes):
                     assert (self.root / path).read_bytes() == value
                 else:
@@ -398,7 +399,7 @@ class History:
     def measure(self) -> tuple[int, int, int]:
         """Bytes of what gc may touch, bytes used on the volume, bytes of everything else on it."""
         os.sync() if False else None
-        touched = content_bytes(self.root / ".dvc/cache", self.root / "data", self.root / "adopted",
+        touched = content_bytes(self.root / ".dvc/cache", self.root / "data", self.root / "models", self.root / "adopted",
                                 self.home / "elsewhere", self.root / ".eyas/spool", self.root / ".eyas/adopted")  # fmt: skip
         volume = os.statvfs(self.home)
         used = (volume.f_blocks - volume.f_bfree) * volume.f_frsize
