@@ -314,9 +314,10 @@ def _user() -> str:
 
 
 def _close(root: Path) -> None:
+    """The intent goes last: a plan without it would look like one that was never begun."""
+    forget_plans(root)
     (root / INTENT).unlink(missing_ok=True)
     fs.fsync_dir((root / INTENT).parent)
-    forget_plans(root)
 
 
 def outcome_text(event: dict[str, Any]) -> str:

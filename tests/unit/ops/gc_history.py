@@ -7,6 +7,7 @@ and experiment names, which names lie outside the cache. After each gc both are 
 from __future__ import annotations
 
 import contextlib
+import gc as garbage
 import io
 import json
 import os
@@ -15,10 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-
-from states_repository import MANIFEST, STATES, StatesRepository, dir_list, manifest_of, md5
+from unittest import mock
 
 from eyas.cli import main
+from states_repository import MANIFEST, STATES, StatesRepository, dir_list, manifest_of, md5
 
 ENGINES = ("vllm", "hf", "sglang")
 CONTENTS = [bytes([97 + i]) * size for i, size in enumerate((1, 10, 4096, 4097, 9000, 20000, 50000, 3))]
@@ -42,7 +43,6 @@ class Model:
 
     outs: Outs = field(default_factory=dict)
     """Of the workspace's files."""
-    is_dirty: bool = True
     commits: dict[str, Outs] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
@@ -56,6 +56,11 @@ class Model:
     """Name → where it came from, and what."""
     spools: dict[str, bool] = field(default_factory=dict)
     """Identity → retired."""
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether DVC's files say something else than HEAD."""
+        return self.outs != self.commits[self.branches[self.head]]
 
     def kept(self) -> list[Outs]:
         named = [*self.branches.values(), *self.tags.values(), *self.experiments.values()]
@@ -81,9 +86,13 @@ def content_bytes(*folders: Path) -> int:
     for folder in folders:
         for parent, _, names in os.walk(folder):
             for name in names:
-                found = os.lstat(os.path.join(parent, name))
+                found = (Path(parent) / name).lstat()
                 seen[found.st_dev, found.st_ino] = found.st_blocks * 512
     return sum(seen.values())
+
+
+class KilledError(BaseException):
+    """Ends a command wherever it is; nobody catches it."""
 
 
 class History:
@@ -93,7 +102,7 @@ class History:
         self.home, self.random, self.model = home, random, Model()
         self.repository = StatesRepository(home / "r")
         self.root, self.steps, self.num_gcs, self.clock = self.repository.root, [], 0, START_S
-        (self.root / ".gitignore").write_text("/data\n/.eyas\n/models\n/reports\n")
+        (self.root / ".gitignore").write_text("/data\n/.eyas\n/models\n/reports\n/adopted/*/\n")
         self.generate()
         self.commit()
 
@@ -123,7 +132,7 @@ class History:
         for path in (STATES, MANIFEST, DRAFTER):
             self.model.outs.pop(path, None)
         self.model.outs |= {STATES: files, MANIFEST: manifest} | ({DRAFTER: drafter} if drafter else {})
-        self.model.laid, self.model.is_dirty = files, True
+        self.model.laid = files
         self.arrived(files, manifest, *([drafter] if drafter else []))
         self.steps.append(f"generate {name[:6]} ({engine}, {len(files)} files)")
 
@@ -147,7 +156,6 @@ class History:
         sha = self.repository.git("rev-parse", "HEAD")
         self.model.commits[sha] = dict(self.model.outs)
         self.model.branches[self.model.head] = sha
-        self.model.is_dirty = False
         self.steps.append(f"commit {sha[:6]} on {self.model.head}")
 
     def branch(self) -> None:
@@ -216,7 +224,7 @@ class History:
         self.model.experiments[f"{base[:2]}/{base[2:]}/e{self.clock - 1}"] = sha
         self.model.commits[sha] = dict(self.model.outs)
         self.git("reset", "-q", "--hard", base)
-        self.model.outs, self.model.laid, self.model.is_dirty = outs, laid, False
+        self.model.outs, self.model.laid = outs, laid
         self.lay()
         self.steps.append("experiment")
 
@@ -242,7 +250,6 @@ class History:
         self.clock += 1
         self.model.outs[f"adopted/{name}"] = files
         self.model.adopted[name] = (folder, files)
-        self.model.is_dirty = True
         self.arrived(files)
         self.steps.append(f"adopt {name}: {folder_hash(files)[:6]}")
 
@@ -259,7 +266,6 @@ class History:
             del self.model.outs[other]
             if other == STATES:  # the stage's whole entry goes
                 self.model.outs.pop(MANIFEST)
-        self.model.is_dirty = True
         self.steps.append(f"retire {name[:6]}")
 
     def keep(self) -> None:
@@ -280,14 +286,15 @@ class History:
 
     @staticmethod
     def states(outs: Outs) -> list[Files]:
-        return [v for path, v in outs.items() if isinstance(v, dict) and (path == STATES or path.startswith("adopted/"))]
+        return [
+            v for path, v in outs.items() if isinstance(v, dict) and (path == STATES or path.startswith("adopted/"))
+        ]
 
     def undo(self) -> None:
         """``git checkout`` of DVC's files: whatever was not committed is taken back."""
         self.git("checkout", "-q", "HEAD", "--", ".")
-        self.git("clean", "-q", "-fd", "adopted") if (self.root / "adopted").exists() else None
+        self.git("clean", "-q", "-fd")
         self.model.outs = dict(self.model.commits[self.model.branches[self.model.head]])
-        self.model.is_dirty = False
         self.steps.append("undo")
 
     def rubbish(self) -> None:
@@ -328,14 +335,16 @@ class History:
         assert plan["objects"]["num"] == len(gone)
         before = self.measure()
         if plan["plan_id"]:
-            code, done = self.eyas_json("gc", "--confirm", plan["plan_id"])
+            if self.random.random() < 0.3:
+                self.killed("gc", "--confirm", plan["plan_id"])
+            code, _ = self.eyas_json("gc", "--confirm", plan["plan_id"])
             assert code == 0
         self.model.objects -= gone
         self.check(names)
         after = self.measure()
         assert before[0] - after[0] == plan["freed_bytes"], f"du of everything that gc may touch: {before} → {after}"
         # The volume as a whole also holds what gc and DVC write down; du of that is the only difference.
-        assert before[1] - after[1] == plan["freed_bytes"] + before[2] - after[2]
+        assert before[1] - after[1] == plan["freed_bytes"] + before[2] - after[2], f"{before} → {after}"
         self.num_gcs += 1
         self.steps.append(f"gc: {len(gone)} objects, {plan['freed_bytes']:,} bytes")
 
@@ -348,7 +357,9 @@ class History:
             if folder_hash(files) not in used:
                 paths += [self.root / "adopted" / name / path for path in files]
                 paths += [folder / path for path in files]
-        paths += [self.root / ".eyas/spool" / one / "states/s0" for one, retired in self.model.spools.items() if retired]
+        paths += [
+            self.root / ".eyas/spool" / one / "states/s0" for one, retired in self.model.spools.items() if retired
+        ]
         return [path for path in paths if path.exists()]
 
     def check(self, names: list[Path]) -> None:
@@ -388,7 +399,8 @@ class History:
             self.git("checkout", "-q", "-f", "--detach", name)
             outs = self.model.commits[(self.model.branches | self.model.tags)[name]]
             with Repo(os.fspath(self.root)) as repo:
-                repo.checkout([os.fspath(self.root / path) for path in outs], force=True) if outs else None
+                if outs:
+                    repo.checkout([os.fspath(self.root / path) for path in outs], force=True)
             for path, value in outs.items():
                 if isinstance(value, bytes):
                     assert (self.root / path).read_bytes() == value
@@ -398,7 +410,7 @@ class History:
 
     def measure(self) -> tuple[int, int, int]:
         """Bytes of what gc may touch, bytes used on the volume, bytes of everything else on it."""
-        os.sync() if False else None
+        garbage.collect()  # a DVC of this process that is done with still holds files that it deleted
         touched = content_bytes(self.root / ".dvc/cache", self.root / "data", self.root / "models", self.root / "adopted",
                                 self.home / "elsewhere", self.root / ".eyas/spool", self.root / ".eyas/adopted")  # fmt: skip
         volume = os.statvfs(self.home)
@@ -416,6 +428,27 @@ class History:
         code, text = self.call(*words, "--json")
         assert code in (0, 1), f"eyas {words}: {text}"
         return code, json.loads(text)
+
+    def killed(self, *words: str) -> None:
+        """The command, ended at a random one of the calls that change the disk."""
+        left = [self.random.randint(1, 60)]
+
+        def deadly(real):
+            def call(*arguments, **options):
+                left[0] -= 1
+                if left[0] == 0:
+                    raise KilledError
+                return real(*arguments, **options)
+
+            return call
+
+        with contextlib.ExitStack() as stack:
+            for name in ("unlink", "remove", "rmdir", "replace", "rename", "fsync"):
+                stack.enter_context(mock.patch.object(os, name, deadly(getattr(os, name))))
+            try:
+                self.call(*words)
+            except KilledError:
+                self.steps.append("gc killed")
 
     def call(self, *words: str) -> tuple[int, str]:
         out, err, before = io.StringIO(), io.StringIO(), Path.cwd()
