@@ -15,6 +15,10 @@ TORCH ?= torch==2.13.0
 TORCH_PIP_ARGS ?=
 # Anything but empty lets the guard go on although finished hidden states would be deleted.
 FORCE ?=
+# Anything but empty: JSON instead of a table.
+JSON ?=
+# Anything but empty: generations that only commits name, and deleted ones, too.
+ALL ?=
 # Arguments of pytest or of verify, for example `ARGS='-k walk'`.
 ARGS ?=
 
@@ -33,7 +37,6 @@ GUARD := eyas guard $(if $(FORCE),--force)
 SITE_CACHE := $(CURDIR)/.dvc/tmp/site
 STATE_HERE = @grep -qsF 'site_cache_dir = $(SITE_CACHE)' .dvc/config.local || \
 	dvc config -q --local core.site_cache_dir '$(SITE_CACHE)'
-JSON_OPTION = $(if $(value JSON),--json)
 option = $(if $(value $(2)),--$(1) '$($(2))')
 CHOICES := $(foreach group,TARGET DATA MACHINE DRAFTER,$(if $(value $(group)),$(group)=$(value $(group))))
 
@@ -44,7 +47,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help setup repro smoke params $(PIPELINE) status summary doctor verify repair bench-store reproduce check test test-slow lock clean
 
-.PHONY: export-states import-states gc-plan gc
+.PHONY: export-states import-states generations gc-plan gc
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-14s %s\n",$$1,$$2}' Makefile
@@ -94,11 +97,13 @@ repair: $(READY) ## Restore damaged shards, or capture their samples again
 	@eyas repair
 
 ##@ Disk
+generations: $(READY) ## Every version of the hidden states and what gc would free; ALL=1 JSON=1
+	@eyas generations $(if $(ALL),--all) $(if $(JSON),--json)
 gc-plan: $(READY) ## What nobody needs any more and what it would free; PROJECTS='/a /b'|none for a shared cache
-	@eyas gc-plan $(call option,projects,PROJECTS) $(JSON_OPTION)
+	@eyas gc-plan $(call option,projects,PROJECTS) $(if $(JSON),--json)
 gc: $(READY) ## Delete what a plan lists: CONFIRM=<id of gc-plan>; also goes on with an interrupted one
 	$(STATE_HERE)
-	@eyas gc $(call option,confirm,CONFIRM) $(JSON_OPTION)
+	@eyas gc $(call option,confirm,CONFIRM) $(if $(JSON),--json)
 
 ##@ Measure
 bench-store: $(READY) ## The store on the extracted states: bytes, speeds, kills, damage; reports/bench/*.json

@@ -50,7 +50,10 @@ def _parser() -> argparse.ArgumentParser:
     gc = _add(commands, "gc", _gc, "delete what a plan of gc-plan lists, and go on with a gc that was interrupted")
     gc.add_argument("--confirm", required=True, metavar="ID", help="the plan's id")
     _add(commands, "summary", _summary, "the last results in one table")
+    listed = _add(commands, "generations", _generations, "every version of the hidden states, and what gc would free")
+    listed.add_argument("--all", action="store_true", help="also those that only commits name, and deleted ones")
     _add_exchange(commands)
+    _add_generations(commands)
     bench = _add(commands, "bench", _bench, "measure the store on the extracted states; writes reports/bench/NAME.json")
     bench.add_argument(
         "name",
@@ -71,16 +74,46 @@ def _add_exchange(commands: argparse._SubParsersAction) -> None:
     leave = _add(commands, "export-states", _export_states, "write the hidden states in another project's layout")
     leave.add_argument("--format", required=True, help=layouts)
     leave.add_argument("--to", type=Path, required=True, help="an empty folder, or an export that was interrupted")
+    leave.add_argument(
+        "--from", dest="source", type=Path, default=Path("data"), help="of the set: data, or imports/NAME"
+    )
     leave.add_argument("--trainer-version", default="", help="of the project that will read it, for example 0.4.0")
     enter = _add(commands, "import-states", _import_states, "bring another project's hidden states into a set of ours")
     enter.add_argument("--format", required=True, help=layouts)
     enter.add_argument("--from", dest="source", type=Path, required=True, help="the folder with the files")
     enter.add_argument("--to", type=Path, required=True, help="tokens/, hidden_states/ and its manifest go here")
-    enter.add_argument("--boundaries", type=_boundaries, default=(), help="states entering these layers: 2,15,27")
-    enter.add_argument("--final-hidden", choices=("pre_norm", "post_norm"), help="where the files cannot tell")
-    enter.add_argument(
+    _add_import_options(enter)
+
+
+def _add_import_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--boundaries", type=_boundaries, default=(), help="states entering these layers: 2,15,27")
+    command.add_argument("--final-hidden", choices=("pre_norm", "post_norm"), help="where the files cannot tell")
+    command.add_argument(
         "--max-failed", type=int, default=0, help="bad files that may be left out (default: %(default)s)"
     )
+
+
+def _add_generations(commands: argparse._SubParsersAction) -> None:
+    adopt = _add(
+        commands, "adopt", _adopt, "bring another program's folder under DVC: hashed once, linked, never copied"
+    )
+    adopt.add_argument("--dir", type=Path, required=True, help="the folder; its bytes are only read")
+    adopt.add_argument("--engine", required=True, help="that captured the states, for the record: vllm")
+    adopt.add_argument("--format", default="", help="speculators_v1, speculators, specforge, or other (default: found)")
+    adopt.add_argument("--note", default="", help="kept with the generation")
+    adopt.add_argument("--name", default="", help="of the generation (default: the folder's)")
+    which = "first digits of a hash, or an adopted generation's name"
+    train = _add(commands, "train-from", _train_from, "a drafter from an adopted or imported generation, by DVC")
+    train.add_argument("generation", metavar="GEN", help=f"{which}, or a folder's name below imports/")
+    _add_import_options(train)
+    vocab = _add(commands, "draft-vocab", _draft_vocab, "the draft vocab of an imported set's tokens")
+    vocab.add_argument("tokens", type=Path, metavar="TOKENS", help="folder of the tokens")
+    vocab.add_argument("out", type=Path, metavar="DRAFT_VOCAB", help="folder to write")
+    retire = _add(commands, "retire", _retire, "take a generation's name out of the workspace; deletes nothing")
+    retire.add_argument("generation", metavar="GEN", help=which)
+    keep = _add(commands, "keep", _keep, "pin a generation against gc by a git tag")
+    keep.add_argument("generation", metavar="GEN", help=which)
+    keep.add_argument("name", metavar="NAME", help="the tag will be keep/NAME")
 
 
 def _boundaries(text: str) -> tuple[int, ...]:
@@ -198,18 +231,32 @@ def _summary(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _export_states(arguments: argparse.Namespace) -> int:
-    from eyas.ops.exchange import export_rows, export_states
+def _generations(arguments: argparse.Namespace) -> int:
+    from eyas.ops.generations import as_json, as_text, list_all
 
-    result = export_states(Path(), arguments.format, arguments.to, arguments.trainer_version)
+    listing = list_all(Path(), everything=arguments.all)
+    console.emit(canonical_json(as_json(listing)) if arguments.json else as_text(listing))
+    return 0
+
+
+def _export_states(arguments: argparse.Namespace) -> int:
+    from eyas.ops.exchange import export_states
+    from eyas.ops.exchange_rows import export_rows
+
+    result = export_states(Path(), arguments.format, arguments.to, arguments.trainer_version, arguments.source)
     rows = export_rows(result)
     console.emit(canonical_json(dict(rows)) if arguments.json else console.table(rows))
     return 0
 
 
 def _import_states(arguments: argparse.Namespace) -> int:
-    from eyas.ops.exchange import ImportRequest, import_rows, import_states
+    from eyas.ops.exchange import ImportRequest, import_states
+    from eyas.ops.exchange_rows import import_rows
+    from eyas.ops.train_from import ImportOptions, write_pipeline
 
+    options = ImportOptions(
+        boundaries=arguments.boundaries, final_hidden=arguments.final_hidden, max_failed=arguments.max_failed
+    )
     request = ImportRequest(
         layout=arguments.format,
         source=arguments.source,
@@ -219,6 +266,7 @@ def _import_states(arguments: argparse.Namespace) -> int:
         max_failed=arguments.max_failed,
     )
     report = import_states(Path(), request)
+    write_pipeline(Path(), arguments.format, arguments.source, arguments.to, options)
     console.emit(canonical_json(report) if arguments.json else console.table(import_rows(report)))
     return 0
 
@@ -245,6 +293,55 @@ def _reproduce(arguments: argparse.Namespace) -> int:
         console.emit(console.table(rows, ("artifact", "first run", "second run", "")))
         console.emit("\nreproduced: every hash is the same" if equal else "\nnot reproduced")
     return 0 if equal else 1
+
+
+def _adopt(arguments: argparse.Namespace) -> int:
+    from eyas.ops.adopt import AdoptRequest, adopt, adopted_rows
+
+    request = AdoptRequest(
+        folder=arguments.dir,
+        engine=arguments.engine,
+        layout=arguments.format,
+        note=arguments.note,
+        name=arguments.name,
+    )
+    done = adopt(Path(), request)
+    console.emit(canonical_json(done) if arguments.json else console.table(adopted_rows(done)))
+    return 0
+
+
+def _retire(arguments: argparse.Namespace) -> int:
+    from eyas.ops.retire import retire, retired_text
+
+    done = retire(Path(), arguments.generation)
+    console.emit(canonical_json(done) if arguments.json else retired_text(done))
+    return 0
+
+
+def _train_from(arguments: argparse.Namespace) -> int:
+    from eyas.ops.train_from import ImportOptions, train_from
+
+    options = ImportOptions(
+        boundaries=arguments.boundaries, final_hidden=arguments.final_hidden, max_failed=arguments.max_failed
+    )
+    return train_from(Path(), arguments.generation, options)
+
+
+def _draft_vocab(arguments: argparse.Namespace) -> int:
+    from eyas.ops.draft_vocab import make_draft_vocab
+
+    vocab, coverage = make_draft_vocab(Path(), arguments.tokens, arguments.out)
+    console.emit(f"{len(vocab.d2t_W):,} draft ids, {coverage:.1%} of what the assistant wrote in training")
+    return 0
+
+
+def _keep(arguments: argparse.Namespace) -> int:
+    from eyas.ops.retire import keep
+
+    done = keep(Path(), arguments.generation, arguments.name)
+    pinned = f"kept: {done.name} ({done.hash[:10]}) by tag {done.tag} on {done.commit[:10]}; git push origin {done.tag}"
+    console.emit(canonical_json(done) if arguments.json else pinned)
+    return 0
 
 
 if __name__ == "__main__":

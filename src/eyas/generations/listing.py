@@ -161,7 +161,7 @@ def _named(found: Situation, name: str, uses: list[_Use], used_by: tuple[str, ..
     facts = adopted_facts(stage.meta) if is_adopted else _pipeline_facts(found.cache, uses)
     objects = objects_of(found.cache, name)
     trees = [tree for tree in found.trees if tree.generation == name]
-    is_kept = any(revision.is_kept for revision, _, _ in uses)
+    is_kept = name in found.kept.names  # also by an output of another name
     in_workspace = any(revision.kind == "workspace" for revision, _, _ in uses)
     free = freeable(found, objects, trees, {name})
     return Generation(

@@ -87,7 +87,10 @@ def scan_cache(root: Path) -> Cache:
     strays: dict[str, CachedObject] = {}
     for base, prefix in ((folder / "files" / "md5", ""), (folder, LEGACY)):
         for name, entry in _entries(base):
-            found = entry.stat(follow_symlinks=False)
+            try:
+                found = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:  # deleted since the folder was read
+                continue
             stat = CachedObject(
                 found.st_size, found.st_blocks * BLOCK_BYTES, found.st_dev, found.st_ino, found.st_nlink
             )

@@ -41,7 +41,7 @@ class Revision:
     """Seconds since 1970, of the commit; of the workspace 0."""
     stages: Snapshot
     problem: str = ""
-    """Why the files could not be read; then ``stages`` is empty."""
+    """Why gc must not rely on it; where its files could not be read, ``stages`` is empty."""
 
     @property
     def is_kept(self) -> bool:
@@ -76,15 +76,19 @@ def read_revisions(root: Path, *, commits: bool) -> list[Revision]:
     return revisions
 
 
-def _named(repo: pygit2.Repository) -> Iterator[tuple[RevisionKind, str, pygit2.Commit]]:
+def _named(repo: pygit2.Repository) -> Iterator[tuple[RevisionKind, str, pygit2.Commit | None]]:
+    """Kind, name and commit; None for a tag on a file or a folder, with which DVC's gc fails."""
     import pygit2
 
     for full in sorted(repo.references):
         try:
             commit = repo.references[full].peel(pygit2.Commit)
         except (pygit2.GitError, pygit2.InvalidSpecError, KeyError):
-            continue  # a tag on a file, or a reference to nothing: DVC finds no stages there either
-        if full.startswith("refs/heads/"):
+            commit = None
+        if commit is None:
+            if full.startswith("refs/tags/"):
+                yield "tag", full.removeprefix("refs/tags/"), None
+        elif full.startswith("refs/heads/"):
             yield "branch", full.removeprefix("refs/heads/"), commit
         elif full.startswith("refs/tags/"):
             yield "tag", full.removeprefix("refs/tags/"), commit
@@ -143,11 +147,25 @@ class _Reader:
         stages, problem = _parse(files)
         return Revision(kind="workspace", name="workspace", commit=head, when_s=0, stages=stages, problem=problem)
 
-    def revision(self, kind: RevisionKind, name: str, commit: pygit2.Commit) -> Revision:
+    def revision(self, kind: RevisionKind, name: str, commit: pygit2.Commit | None) -> Revision:
+        if commit is None:
+            problem = "it is on no commit, and DVC's gc fails on such a tag (`git tag -d` removes it)"
+            return Revision(kind=kind, name=name, commit="", when_s=0, stages=(), problem=problem)
         stages, problem = self._stages(commit)
+        if kind in ("branch", "tag") and not self._is_meant(name, commit):
+            problem = "git and DVC's gc take this name for another commit; give the branch or tag a name of its own"
         return Revision(
             kind=kind, name=name, commit=str(commit.id), when_s=commit.commit_time, stages=stages, problem=problem
         )
+
+    def _is_meant(self, name: str, commit: pygit2.Commit) -> bool:
+        """Whether the short name, by which DVC's gc asks git for a branch or tag, leads to its commit."""
+        import pygit2
+
+        try:
+            return self._repo.resolve_refish(name)[0].id == commit.id
+        except (pygit2.GitError, pygit2.InvalidSpecError, KeyError):
+            return False
 
     def _stages(self, commit: pygit2.Commit) -> tuple[Snapshot, str]:
         import pygit2

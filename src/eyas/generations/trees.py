@@ -6,6 +6,7 @@ eyas wrote beside it (manifest, journal of the adoption), never by guessing, and
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from eyas import fs
 from eyas.generations.objects import BLOCK_BYTES
 from eyas.generations.revisions import Revision
-from eyas.shards.handover import HOME, SPOOL, dir_md5, stored_files
+from eyas.shards.handover import HOME, RETIRED_MARK, SPOOL, dir_md5, stored_files
 
 STATES_NAME = "hidden_states"
 ADOPTED = Path("adopted")
@@ -26,8 +27,6 @@ ADOPTED_HOME = HOME / "adopted"
 ``files``: ``path``, ``size_bytes``, ``inode`` and ``mtime_ns`` of each as it was linked."""
 RETIRED_HOME = HOME / "retired"
 """An empty file per generation that was retired and not collected yet, named by its hash."""
-RETIRED_MARK = "retired"
-"""The same for a spool, inside it."""
 TreeKind = Literal["workspace", "spool", "adopted", "origin"]
 
 
@@ -115,7 +114,10 @@ def _spool(folder: Path) -> NameTree:
             listed, generation = [(file.path, file.size_bytes) for file in files], dir_md5(files)
     except (KeyError, TypeError):
         pass
-    present = {path: _stat(entry.stat()) for path, entry in _walk(states)}
+    present: dict[str, TreeFile] = {}
+    for path, entry in _walk(states):
+        with contextlib.suppress(FileNotFoundError):  # an extraction renames its files meanwhile
+            present[path] = _stat(entry.stat())
     if listed:
         present = {path: present[path] for path, size in listed if path in present and present[path].size_bytes == size}
     return NameTree(

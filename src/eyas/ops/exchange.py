@@ -24,10 +24,12 @@ from eyas.contracts import SCHEMA_VERSION, FinalHidden, ShardManifest, StoredSam
 from eyas.engines.boundaries import layer_ids
 from eyas.engines.loop import ExtractLimits, ExtractResult, extract
 from eyas.errors import CaptureError, ConfigError, DataError
+from eyas.ops.hold_out import hold_out
 from eyas.ops.import_engine import ENGINE_NAME, ENGINE_VERSION, ImportEngine
 from eyas.plan.build import build_plan
 from eyas.plan.identity import capture_identity
 from eyas.shards.format import CALIBRATED_CODECS
+from eyas.shards.handover import hand_over
 from eyas.shards.layouts.base import ExportFacts, ExportRecord, LayoutSource
 from eyas.shards.layouts.export import ExportResult, export_layout
 from eyas.shards.layouts.norms import FinalScale, NormReading, final_scale, read_norm, to_post_norm, to_pre_norm
@@ -39,8 +41,8 @@ from eyas.target.locate import ensure
 from eyas.tokens.dataset import make_sample, read_index, write_tokens
 from eyas.tokens.draft_vocab import DraftVocab
 
-STATES, MANIFEST, TARGET = Path("data/hidden_states"), Path("data/hidden_states.json"), Path("models/target.json")
-DRAFT_VOCAB = Path("data/draft_vocab")
+STATES, MANIFEST, DRAFT_VOCAB = "hidden_states", "hidden_states.json", "draft_vocab"
+TARGET = Path("models/target.json")
 IMPORT_REPORT = "import.json"
 JUDGED_FILES = 64
 """Files of which the last states are read both ways, spread over the folder."""
@@ -89,18 +91,28 @@ class _Scanned:
     bad: list[SourceFile]
 
 
-def export_states(root: Path, layout: str, folder: Path, trainer_version: str) -> ExportResult:
-    """Export the published set below ``root`` into ``folder``; see ``export_layout``.
+def export_states(
+    root: Path, layout: str, folder: Path, trainer_version: str, published: Path = Path("data")
+) -> ExportResult:
+    """Export a set into ``folder``; see ``export_layout``.
+
+    Args:
+        root: The repository.
+        layout: Of the files to write.
+        folder: Where they go.
+        trainer_version: Of the peer that will read them.
+        published: The folder below ``root`` that holds the set: the pipeline's, or one below ``imports/``.
 
     Raises:
         EyasError: The set is missing or damaged, or the layout cannot hold it.
     """
     params = config.load(root / config.PARAMS_PATH)
     target = fs.read_record(TargetIdentity, root / TARGET)
-    vocab = DraftVocab.read(root / DRAFT_VOCAB) if (root / DRAFT_VOCAB).is_dir() else None
+    states, draft_vocab = root / published / STATES, root / published / DRAFT_VOCAB
+    vocab = DraftVocab.read(draft_vocab) if draft_vocab.is_dir() else None
     maps = (None, None) if vocab is None else (vocab.d2t_W, vocab.t2d_V)
     writer, version = make_writer(layout, trainer_version, *maps)
-    manifest = fs.read_record(ShardManifest, root / MANIFEST)
+    manifest = fs.read_record(ShardManifest, root / published / MANIFEST)
     if manifest.capture.target != target.digest:
         raise DataError(
             f"the states are of target {manifest.capture.target[:16]}, {TARGET} is {target.digest[:16]}",
@@ -122,7 +134,7 @@ def export_states(root: Path, layout: str, folder: Path, trainer_version: str) -
     norm = _as_is
     if writer.final_hidden == "pre_norm":
         norm = functools.partial(to_pre_norm, final=_final_scale(target, params))
-    reader = ShardReader(root / STATES, manifest)
+    reader = ShardReader(states, manifest)
     return export_layout(reader, writer, facts, folder, norm=norm, reserve_bytes=params.extract.reserve_bytes)
 
 
@@ -154,6 +166,8 @@ def import_states(root: Path, request: ImportRequest) -> ImportReport:
     boundaries = choose_boundaries(request, source, record, target.num_layers)
     scanned = _scan(source, request, record, len(boundaries), target)
     _check_bad(scanned, request, len(source.paths))
+    if record is None:
+        scanned.samples[:] = hold_out(scanned.samples, params.data.held_out_share)
     tensors = TensorFiles(ensure(target, params.target))
     final = final_scale(target.final_norm, tensors.read("final_norm"))
     head_VD = tensors.read("head" if tensors.has("head") else "embedding")  # tied
@@ -181,6 +195,7 @@ def import_states(root: Path, request: ImportRequest) -> ImportReport:
     )
     assert report.num_files == report.num_imported + len(report.bad)
     fs.write_record(request.out / IMPORT_REPORT, report)
+    hand_over(root, result.manifest, request.out / STATES, request.out / MANIFEST)
     return report
 
 
@@ -342,8 +357,8 @@ def _store(
         {sample.sample_id: sample for sample in scanned.samples},
         engine,
         ExtractLimits(reserve_bytes=params.extract.reserve_bytes, max_failed_samples=0),
-        out=request.out / "hidden_states",
-        manifest_path=request.out / "hidden_states.json",
+        out=request.out / STATES,
+        manifest_path=request.out / MANIFEST,
         home=home,
         head=lambda: head_VD,
     )
@@ -353,7 +368,7 @@ def _refuse_other_set(out: Path, tokens_sha256: str, identity: str) -> None:
     """Nothing of another set, or of the pipeline's own data folder, is written over."""
     found = {
         "tokens": (out / "tokens/index.json", "tokens_sha256", tokens_sha256),
-        "hidden states": (out / "hidden_states.json", "identity", identity),
+        "hidden states": (out / MANIFEST, "identity", identity),
     }
     for what, (path, key, expected) in found.items():
         value = fs.read_json(path).get(key) if path.exists() else expected
@@ -362,31 +377,3 @@ def _refuse_other_set(out: Path, tokens_sha256: str, identity: str) -> None:
                 f"{out} holds {what} of another set: {key} {str(value)[:16]}, expected {expected[:16]}; nothing was written",
                 "import into a folder of its own: TO=imports/NAME",
             )
-
-
-def export_rows(result: ExportResult) -> list[tuple[str, object]]:
-    """An export for people, line by line."""
-    record = result.record
-    return [
-        ("layout", f"{record.facts.layout} for trainer {record.facts.trainer_version}"),
-        ("samples", f"{record.num_samples:,}, the first {record.num_train_samples:,} of the training split"),
-        ("tokens", f"{record.num_tokens:,}"),
-        ("states", "lossy: rounded by the set's codec" if record.facts.is_lossy else "as captured"),
-        ("last", record.facts.final_hidden),
-        ("layer ids", ", ".join(map(str, record.facts.layer_ids))),
-        ("size", console.human_bytes(result.num_bytes)),
-        ("taken over", f"{result.num_resumed:,} files of an earlier run, verified"),
-    ]
-
-
-def import_rows(report: ImportReport) -> list[tuple[str, object]]:
-    """An import for people, line by line."""
-    return [
-        ("files", f"{report.num_files:,} = {report.num_imported:,} imported + {len(report.bad):,} bad"),
-        ("tokens", f"{report.num_tokens:,}"),
-        ("states", "lossy: rounded by a codec" if report.is_lossy else "as the files hold them"),
-        ("boundaries", ", ".join(map(str, report.boundaries))),
-        ("last", f"{report.final_hidden} in the files, post_norm in the set; {report.decided_by}"),
-        ("identity", report.identity),
-        *(("bad", f"{file.path}: {file.problem}") for file in report.bad),
-    ]

@@ -16,8 +16,8 @@ from eyas.errors import StoreError
 from eyas.generations.listing import Situation
 from eyas.generations.objects import BLOCK_BYTES, DIR_SUFFIX, CachedObject
 from eyas.generations.reclaim import removed_trees
-from eyas.generations.trees import ADOPTED_HOME, RETIRED_MARK, STATES_NAME, NameTree, TreeFile
-from eyas.shards.handover import known_md5s
+from eyas.generations.trees import ADOPTED_HOME, STATES_NAME, NameTree, TreeFile
+from eyas.shards.handover import RETIRED_MARK, known_md5s
 
 
 class GoingName(NamedTuple):

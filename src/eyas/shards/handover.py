@@ -24,6 +24,8 @@ HOME = Path(".eyas")
 """The working folder below a repository, in neither git nor DVC."""
 LOCK_NAME = "extract.lock"
 SPOOL = Path("spool")
+RETIRED_MARK = "retired"
+"""An empty file in a spool that was given up; gc deletes that spool, unless a capture takes it up before."""
 SETTLED_SUFFIX = f".settled{fs.PART_SUFFIX}"
 
 
@@ -105,11 +107,15 @@ def _log_no_state(error: Exception) -> object:
     return _NO_STATE
 
 
+def dir_object(files: Iterable[StoredFile]) -> bytes:
+    """What DVC's cache holds for a folder of these files."""
+    listed = [{"md5": file.md5, "relpath": file.path} for file in sorted(files, key=lambda file: file.path)]
+    return json.dumps(listed, sort_keys=True).encode()
+
+
 def dir_md5(files: Iterable[StoredFile]) -> str:
     """The hash by which DVC names a folder of these files, ``.dir`` included."""
-    listed = [{"md5": file.md5, "relpath": file.path} for file in sorted(files, key=lambda file: file.path)]
-    text = json.dumps(listed, sort_keys=True)
-    return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest() + ".dir"
+    return hashlib.md5(dir_object(files), usedforsecurity=False).hexdigest() + ".dir"
 
 
 def stored_files(manifest: Mapping[str, Any]) -> list[StoredFile]:

@@ -22,7 +22,7 @@ from eyas.canonical import canonical_json, from_plain, to_plain
 from eyas.contracts import CaptureIdentity, CapturePlan, PlannedShard, ShardManifest
 from eyas.errors import DiskError, StoreError
 from eyas.shards.format import checksum
-from eyas.shards.handover import SETTLED_SUFFIX, SPOOL, is_dvc_repository
+from eyas.shards.handover import RETIRED_MARK, SETTLED_SUFFIX, SPOOL, is_dvc_repository
 from eyas.shards.reader import check_identity, read_header
 from eyas.shards.verify import Finding, verify_file
 from eyas.shards.writer import FinishedShard
@@ -44,13 +44,14 @@ class Spool:
         self._manifest = self.folder / "manifest.json"
 
     def prepare(self) -> None:
-        """Make the folders, and cut a torn line off the journal.
+        """Make the folders, cut a torn line off the journal, and take up a spool that was retired.
 
         Raises:
             DiskError: The volume is full.
         """
         with fs.disk_errors(self.folder):
             self.states.mkdir(parents=True, exist_ok=True)
+        (self.folder / RETIRED_MARK).unlink(missing_ok=True)
         identity_path = self.folder / "identity.json"
         if not identity_path.exists():
             fs.write_record(identity_path, self.capture)

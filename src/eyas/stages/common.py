@@ -26,6 +26,8 @@ from eyas.errors import ConfigError, EyasError, StoreError
 
 RUNS = Path("reports/runs")
 THROUGHPUT = Path("reports/throughput.json")
+IMPORTS = "imports"
+"""Below it each imported set lies in a folder of its own, with what was trained from it."""
 PACKAGES = ("eyas", "torch", "transformers", "tokenizers", "datasets", "safetensors", "dvc", "hydra-core")
 HASHED_TREE_BYTES = 2 << 30
 """Larger folders are recorded by their manifest alone: a terabyte is not read again for a note."""
@@ -79,9 +81,10 @@ def stage_run(stage: str, reads: Sequence[Path], writes: Sequence[Path]) -> Iter
         "writes": {str(path): content_hash(path) for path in writes},
         "facts": run.facts,
     }
+    runs = runs_folder(writes)
     try:
-        fs.write_record(RUNS / f"{stage}.json", record)
-        _gather_throughput()
+        fs.write_record(runs / f"{stage}.json", record)
+        _gather_throughput(runs)
     except EyasError as error:  # a note: the work is published, and failing now would make DVC remove it
         console.log(f"{stage}: the work is done, but its run record is not written: {error}")
     per_s, per_cpu_s = (run.num_tokens / max(seconds, 1e-9) for seconds in (work_s, cpu_s))
@@ -94,17 +97,23 @@ def _cpu_s() -> float:
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
-def _gather_throughput() -> None:
-    gathered = {}
-    for path in sorted(RUNS.glob("*.json")):
+def runs_folder(writes: Sequence[Path]) -> Path:
+    """Where a stage's record belongs: an imported set below ``imports/`` keeps the records of its own stages."""
+    first = writes[0].parts if writes else ()
+    return Path(*first[:2], RUNS) if len(first) > 2 and first[0] == IMPORTS else RUNS
+
+
+def _gather_throughput(runs: Path) -> None:
+    gathered, throughput = {}, runs.parent / THROUGHPUT.name
+    for path in sorted(runs.glob("*.json")):
         try:
             record = read_run(path)
         except StoreError:
-            console.log(f"{path} is no run record; left out of {THROUGHPUT}")
+            console.log(f"{path} is no run record; left out of {throughput}")
             continue
         if record["num_tokens"]:
             gathered[path.stem] = _throughput(record)
-    fs.write_record(THROUGHPUT, gathered)
+    fs.write_record(throughput, gathered)
 
 
 def _throughput(record: dict[str, Any]) -> dict[str, Any]:

@@ -183,6 +183,13 @@ class SpeculatorsSource:
         there = {int(m[1]) for p in (states.iterdir() if states.is_dir() else ()) if (m := FILE_NAME.fullmatch(p.name))}
         self.paths = tuple(f"{STATES_FOLDER}/hs_{i}.safetensors" for i in sorted(there | set(range(len(self._rows)))))
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all rows of the Arrow set."""
+        table: Any = self._rows.data
+        chunks = table.column("input_ids").chunks
+        return sum(int(chunk.offsets[-1].as_py()) - int(chunk.offsets[0].as_py()) for chunk in chunks)
+
     def read(self, path: str) -> LayoutSample:
         """One sample: states and ids from its file, mask from its row, both ids equal; see ``LayoutSource.read``."""
         match = FILE_NAME.fullmatch(Path(path).name)
