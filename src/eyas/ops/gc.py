@@ -148,7 +148,7 @@ def _compare(root: Path, plan: GcPlan) -> None:
 
 
 def _paths(cache: Cache, names: Sequence[str] | dict[str, Any]) -> set[str]:
-    return {gc_dvc.real_path(cache.path(name)) for name in names}
+    return {gc_dvc.real_path(cache.place(name)) for name in names}
 
 
 # ── the deletion ──────────────────────────────────────────────────────────────────────────────
@@ -242,9 +242,9 @@ def _remove_strays(root: Path, intent: Intent) -> None:
             stray.unlink()
 
 
-def _lstat(path: Path) -> os.stat_result | None:
+def _lstat(path: str | Path) -> os.stat_result | None:
     try:
-        return path.lstat()
+        return os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
 

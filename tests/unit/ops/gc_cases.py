@@ -43,7 +43,9 @@ class Project:
         self.ok("git", "init", "-q", "-b", "main")
         self.ok("dvc", "init", "-q")
         settings = [f"type = {cache_type}", *([f"dir = {cache_dir}"] if cache_dir else [])]
-        (root / ".dvc/config").write_text("[core]\n    analytics = false\n[cache]\n    " + "\n    ".join(settings) + "\n")
+        (root / ".dvc/config").write_text(
+            "[core]\n    analytics = false\n[cache]\n    " + "\n    ".join(settings) + "\n"
+        )
         (root / ".dvc/config.local").write_text(f"[core]\n    site_cache_dir = {root}/.dvc/tmp/site\n")
         (root / "dvc.yaml").write_text(PIPELINE)
         (root / ".gitignore").write_text("/data\n/.eyas\n")
@@ -187,7 +189,11 @@ def mounted(folder: Path, kind: str, size_mb: int = 400) -> Iterator[Path]:
     if kind == "tmpfs":
         command = ["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "tmpfs", os.fspath(point)]
     else:
-        maker = {"ext4": ["mkfs.ext4", "-q"], "xfs": ["mkfs.xfs", "-q", "-m", "reflink=1"], "btrfs": ["mkfs.btrfs", "-q"]}
+        maker = {
+            "ext4": ["mkfs.ext4", "-q"],
+            "xfs": ["mkfs.xfs", "-q", "-m", "reflink=1"],
+            "btrfs": ["mkfs.btrfs", "-q"],
+        }
         if shutil.which(maker[kind][0]) is None:
             pytest.skip(f"no {maker[kind][0]} here")
         with image.open("wb") as handle:

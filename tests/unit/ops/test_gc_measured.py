@@ -6,7 +6,6 @@ import os
 import subprocess
 
 import pytest
-
 from gc_cases import STATES, Project, mounted
 
 BLOCK_BYTES = 4096
