@@ -54,7 +54,7 @@ class Situation:
         kind, volume = file_system(self.cache.folder)
         if kind in SHARING_FILE_SYSTEMS:
             for name, stat in self.cache.objects.items():
-                files[stat.device, stat.inode] = volume, os.fspath(self.cache.path(name))
+                files[stat.device, stat.inode] = volume, self.cache.place(name)
         for tree in self.trees:
             kind, volume = file_system(tree.folder)
             if kind in SHARING_FILE_SYSTEMS:

@@ -21,14 +21,14 @@ from eyas.errors import EyasError
 from eyas.generations import ledger
 from eyas.generations.extents import Key
 from eyas.generations.objects import Cache, scan_cache
-from eyas.generations.trees import RETIRED_HOME, RETIRED_MARK
+from eyas.generations.trees import RETIRED_HOME
 from eyas.ops import gc_dvc, gc_measure
 from eyas.ops.gc_changes import changes
 from eyas.ops.gc_intent import INTENT, Intent, forget_plans, read_intent, read_plan, write_intent
 from eyas.ops.gc_plan import GcPlan, make_plan, read_with_projects
 from eyas.ops.gc_refusals import Refusal, refusals
 from eyas.plan.cache import cache_dir
-from eyas.shards.handover import HOME, LOCK_NAME, SPOOL
+from eyas.shards.handover import HOME, LOCK_NAME, RETIRED_MARK, SPOOL
 
 EVENT = "gc"
 
@@ -148,7 +148,7 @@ def _compare(root: Path, plan: GcPlan) -> None:
 
 
 def _paths(cache: Cache, names: Sequence[str] | dict[str, Any]) -> set[str]:
-    return {gc_dvc.real_path(cache.path(name)) for name in names}
+    return {gc_dvc.real_path(cache.place(name)) for name in names}
 
 
 # ── the deletion ──────────────────────────────────────────────────────────────────────────────
@@ -242,9 +242,9 @@ def _remove_strays(root: Path, intent: Intent) -> None:
             stray.unlink()
 
 
-def _lstat(path: Path) -> os.stat_result | None:
+def _lstat(path: str | Path) -> os.stat_result | None:
     try:
-        return path.lstat()
+        return os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
 

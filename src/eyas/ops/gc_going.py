@@ -16,8 +16,8 @@ from eyas.errors import StoreError
 from eyas.generations.listing import Situation
 from eyas.generations.objects import BLOCK_BYTES, DIR_SUFFIX, CachedObject
 from eyas.generations.reclaim import removed_trees
-from eyas.generations.trees import ADOPTED_HOME, RETIRED_MARK, STATES_NAME, NameTree, TreeFile
-from eyas.shards.handover import known_md5s
+from eyas.generations.trees import ADOPTED_HOME, STATES_NAME, NameTree, TreeFile
+from eyas.shards.handover import RETIRED_MARK, known_md5s
 
 
 class GoingName(NamedTuple):
@@ -121,11 +121,12 @@ def _without_manifest(found: Situation, objects: dict[str, CachedObject], done: 
         if out.path.rpartition("/")[2] == STATES_NAME and out.name in objects and out.name not in done
     }
     for name, folder in sorted(places):
-        if not name.endswith(DIR_SUFFIX):
+        if not name.endswith(DIR_SUFFIX) or not (found.root / folder).is_dir():
             continue
+        base = f"{found.root / folder}{os.sep}"
         for path, hashed in _list(found, name).items():
             # An object that stays may be linked from another generation that lies in this place now.
-            stat, one = _stat(found.root / folder / path), objects.get(hashed)
+            stat, one = _stat(base + path), objects.get(hashed)
             if stat is not None and one is not None and (one.device, one.inode) == (stat.device, stat.inode):
                 yield GoingName(f"{folder}/{path}", name, folder, stat)
 
@@ -149,9 +150,9 @@ def _name(root: Path, path: str, owner: str, folder: str) -> GoingName:
     return GoingName(path, owner, folder, stat)
 
 
-def _stat(path: Path) -> TreeFile | None:
+def _stat(path: str | Path) -> TreeFile | None:
     try:
-        found = path.lstat()
+        found = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     return TreeFile(

@@ -33,11 +33,11 @@ def held(found: Situation, gone: Going) -> Held:
     known: Counter[Key] = Counter((stat.device, stat.inode) for stat in _all(found))
     unknown: dict[Key, int] = {}
     example = ""
-    for name, stat in [*((found.cache.path(n), s) for n, s in gone.objects.items())]:
+    for name, stat in gone.objects.items():
         key = (stat.device, stat.inode)
         if stat.num_links > max(known[key], going[key]):
             unknown[key] = stat.disk_bytes
-            example = example or os.fspath(name)
+            example = example or found.cache.place(name)
     return Held(num_files=len(unknown), num_bytes=sum(unknown.values()), example=example)
 
 
