@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -37,14 +41,24 @@ PIPELINE = {
 }
 
 
+@functools.cache
+def _template() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="eyas-retire-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    root = make_repository(folder / "repository")
+    (root / "dvc.yaml").write_text(yaml.safe_dump(PIPELINE))
+    capture(root, "one")
+    adopt_other(root, make_folder(folder / "old"))
+    commit(root, "first")
+    return root
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """One generation captured, one adopted, both committed."""
-    root = make_repository(tmp_path / "repository")
-    (root / "dvc.yaml").write_text(yaml.safe_dump(PIPELINE))
-    capture(root, "one")
-    adopt_other(root, make_folder(tmp_path / "old"))
-    commit(root, "first")
+    root = tmp_path / "repository"
+    shutil.copytree(_template(), root)
+    (root / ".dvc/config.local").write_text(f"[core]\n    site_cache_dir = {root}/.dvc/tmp/site\n")
     return root
 
 
@@ -105,7 +119,7 @@ def test_dvcs_gc_deletes_what_was_retired_and_committed_and_nothing_pinned(root:
     assert locked(root)["extract"]["outs"][0]["md5"] in cached(root)
 
 
-def test_a_retired_adoption_comes_back_by_git_or_by_adopting_again(root: Path, tmp_path: Path) -> None:
+def test_a_retired_adoption_comes_back_by_git_or_by_adopting_again(root: Path) -> None:
     text = (root / "adopted/old.dvc").read_bytes()
     done = retire(root, "old")
     assert not (root / "adopted/old.dvc").exists()
@@ -113,7 +127,7 @@ def test_a_retired_adoption_comes_back_by_git_or_by_adopting_again(root: Path, t
     ok(root, "git", "checkout", "-q", "adopted/old.dvc")
     assert is_clean(root, "adopted/old.dvc")
     retire(root, "old")
-    assert adopt_other(root, tmp_path / "old").hash == done.hash
+    assert adopt_other(root, _template().parent / "old").hash == done.hash
     assert (root / "adopted/old.dvc").read_bytes() == text
     assert not (root / ".eyas/retired" / done.hash).exists()
     assert [event["event"] for event in ledger.read(root)] == ["adopt", "retire", "retire", "adopt"]
