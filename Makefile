@@ -37,7 +37,9 @@ GUARD := eyas guard $(if $(FORCE),--force)
 SITE_CACHE := $(CURDIR)/.dvc/tmp/site
 STATE_HERE = @grep -qsF 'site_cache_dir = $(SITE_CACHE)' .dvc/config.local || \
 	dvc config -q --local core.site_cache_dir '$(SITE_CACHE)'
-option = $(if $(value $(2)),--$(1) '$($(2))')
+quoted = '$(subst ','\'',$(value $(1)))'
+option = $(if $(value $(2)),--$(1) $(call quoted,$(2)))
+JSON_FLAG = $(if $(value JSON),--json)
 CHOICES := $(foreach group,TARGET DATA MACHINE DRAFTER,$(if $(value $(group)),$(group)=$(value $(group))))
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
@@ -47,7 +49,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help setup repro smoke params $(PIPELINE) status summary doctor verify repair bench-store reproduce check test test-slow lock clean
 
-.PHONY: export-states import-states generations gc-plan gc
+.PHONY: export-states import-states generations gc-plan gc adopt train-from retire keep
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-14s %s\n",$$1,$$2}' Makefile
@@ -112,11 +114,26 @@ bench-store: $(READY) ## The store on the extracted states: bytes, speeds, kills
 	eyas bench corruption
 
 ##@ Exchange
-export-states: $(READY) ## Hidden states for a peer: FORMAT=speculators_v1|speculators|specforge TO= (TRAINER=0.4.0)
-	@eyas export-states $(call option,format,FORMAT) $(call option,to,TO) $(call option,trainer-version,TRAINER)
+export-states: $(READY) ## Hidden states for a peer: FORMAT=speculators_v1|speculators|specforge TO= (TRAINER=0.4.0 FROM=imports/NAME)
+	@eyas export-states $(call option,format,FORMAT) $(call option,to,TO) $(call option,trainer-version,TRAINER) \
+	  $(call option,from,FROM)
 import-states: $(READY) ## A peer's hidden states: FORMAT= FROM= TO= (BOUNDARIES=2,15,27 FINAL_HIDDEN= MAX_FAILED=)
 	@eyas import-states $(call option,format,FORMAT) $(call option,from,FROM) $(call option,to,TO) \
 	  $(call option,boundaries,BOUNDARIES) $(call option,final-hidden,FINAL_HIDDEN) $(call option,max-failed,MAX_FAILED)
+
+##@ Generations
+adopt: $(READY) ## Another program's folder under DVC, hashed once and linked: DIR= ENGINE=vllm (FORMAT= NOTE= NAME=)
+	$(STATE_HERE)
+	@eyas adopt $(JSON_FLAG) $(call option,dir,DIR) $(call option,engine,ENGINE) $(call option,format,FORMAT) \
+	  $(call option,note,NOTE) $(call option,name,NAME)
+train-from: $(READY) ## A drafter from an adopted or imported generation: GEN= (BOUNDARIES=2,15,27 FINAL_HIDDEN= MAX_FAILED=)
+	$(STATE_HERE)
+	@eyas train-from $(call quoted,GEN) $(call option,boundaries,BOUNDARIES) $(call option,final-hidden,FINAL_HIDDEN) \
+	  $(call option,max-failed,MAX_FAILED)
+retire: $(READY) ## Take a generation's name out of the workspace; deletes nothing: GEN=
+	@eyas retire $(JSON_FLAG) $(call quoted,GEN)
+keep: $(READY) ## Pin a generation against gc by a git tag: GEN= KEEP=
+	@eyas keep $(JSON_FLAG) $(call quoted,GEN) $(call quoted,KEEP)
 
 ##@ Quality
 check: $(READY_DEV) ## Format, lint, types, layers, spelling, workflows; under a minute
