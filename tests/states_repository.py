@@ -133,11 +133,16 @@ class StatesRepository:
 
     def gc_would_remove(self) -> set[Path]:
         """What ``dvc gc --workspace --all-branches --all-tags --all-experiments --dry`` would remove."""
-        from dvc.repo import Repo
+        return dvc_gc(self.root, dry=True)
 
-        with _records("dvc_data.hashfile.gc") as lines, Repo(os.fspath(self.root)) as repo:
-            repo.gc(workspace=True, all_branches=True, all_tags=True, all_experiments=True, dry=True)
-        return {Path(line.removeprefix("Removing ")) for line in lines if line.startswith("Removing ")}
+
+def dvc_gc(root: Path, *, dry: bool) -> set[Path]:
+    """``dvc gc --workspace --all-branches --all-tags --all-experiments`` in this process; what it would remove if dry."""
+    from dvc.repo import Repo
+
+    with _records("dvc_data.hashfile.gc") as lines, Repo(os.fspath(root)) as repo:
+        repo.gc(workspace=True, all_branches=True, all_tags=True, all_experiments=True, dry=dry, force=True)
+    return {Path(line.removeprefix("Removing ")) for line in lines if line.startswith("Removing ")}
 
 
 @contextlib.contextmanager
@@ -148,15 +153,19 @@ def _records(name: str) -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    logger, handler = logging.getLogger(name), Keep()
-    before = logger.level
+    logger, talker, handler = logging.getLogger(name), logging.getLogger("dvc"), Keep()
+    before = logger.level, talker.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    logger.propagate = False  # DVC prints what it logs
+    talker.setLevel(logging.ERROR)
     try:
         yield lines
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(before)
+        logger.propagate = True
+        logger.setLevel(before[0])
+        talker.setLevel(before[1])
 
 
 def manifest_of(files: Mapping[str, bytes], engine: str = "fake") -> dict[str, Any]:

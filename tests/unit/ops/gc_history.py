@@ -102,7 +102,8 @@ class History:
         self.home, self.random, self.model = home, random, Model()
         self.repository = StatesRepository(home / "r")
         self.root, self.steps, self.num_gcs, self.clock = self.repository.root, [], 0, START_S
-        (self.root / ".gitignore").write_text("/data\n/.eyas\n/models\n/reports\n/adopted/*/\n")
+        # `/adopted/*/` would do for git; DVC's own reading of it hides adopted/*.dvc as well.
+        (self.root / ".gitignore").write_text("/data\n/.eyas\n/models\n/reports\n/adopted/[!.]*/\n")
         self.generate()
         self.commit()
 
