@@ -6,7 +6,9 @@ objects it named: DVC would delete them. Here it is a problem, and nothing is de
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,29 +22,40 @@ from eyas.generations.snapshot import TrackedOut
 class Kept:
     """Objects in use, and what makes that uncertain."""
 
-    names: frozenset[str]
-    """Hashes of files and of lists, whether or not the cache has them."""
+    owners: Mapping[str, int]
+    """Hashes of files and of lists, whether or not the cache has them, and how many kept outputs name each."""
     problems: tuple[str, ...]
     """Each a reason not to delete anything."""
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """Hashes alone."""
+        return frozenset(self.owners)
+
+    def __or__(self, other: Kept) -> Kept:
+        """What the one or the other keeps."""
+        return Kept(Counter(self.owners) + Counter(other.owners), self.problems + other.problems)
 
 
 def kept_objects(revisions: Iterable[Revision], cache: Cache) -> Kept:
     """Objects that the kept revisions name."""
-    names: set[str] = set()
+    owners: Counter[str] = Counter()
+    outs: set[str] = set()
     problems: dict[str, None] = {}
     for revision in (r for r in revisions if r.is_kept):
         if revision.problem:
             problems[f"{revision}: {revision.problem}"] = None
         for out in cached_outs(revision):
-            if out.name in names:
+            if out.name in outs:
                 continue
-            names.add(out.name)
+            outs.add(out.name)
+            owners[out.name] += 1
             if out.name.endswith(DIR_SUFFIX):
                 try:
-                    names.update(cache.read_tree(out.name).values())
+                    owners.update(set(cache.read_tree(out.name).values()))
                 except StoreError as error:
                     problems[f"{revision} keeps {out.path} ({out.name}), but {error.message}"] = None
-    return Kept(frozenset(names), tuple(problems))
+    return Kept(owners, tuple(problems))
 
 
 def cached_outs(revision: Revision) -> list[TrackedOut]:
@@ -58,10 +71,8 @@ def projects_kept(projects: Sequence[Path], cache: Cache) -> Kept:
     """
     from eyas.generations.revisions import read_revisions
 
-    names: set[str] = set()
-    problems: list[str] = []
+    found = Kept({}, ())
     for project in projects:
         kept = kept_objects(read_revisions(project, commits=False), cache)
-        names |= kept.names
-        problems += [f"{project}: {problem}" for problem in kept.problems]
-    return Kept(frozenset(names), tuple(problems))
+        found |= Kept(kept.owners, tuple(f"{project}: {problem}" for problem in kept.problems))
+    return found

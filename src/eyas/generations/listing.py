@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -236,24 +237,14 @@ def freeable(found: Situation, objects: Iterable[str], trees: Iterable[NameTree]
         trees: Names outside the cache that go with it.
         dropped: Hashes of generations that are taken for unnamed although something keeps them.
     """
-    kept = found.kept.names if not dropped & found.kept.names else _kept_without(found, dropped)
-    gone = [found.cache.objects[name] for name in objects if name in found.cache.objects and name not in kept]
-    return freed_bytes([*gone, *(file for tree in trees for file in tree.files.values())], found.shared)
-
-
-def _kept_without(found: Situation, dropped: set[str]) -> frozenset[str]:
-    thinned = [
-        replace(
-            revision,
-            stages=tuple(
-                replace(stage, outs=tuple(out for out in stage.outs if out.name not in dropped))
-                for stage in revision.stages
-            ),
-        )
-        for revision in found.revisions
-        if revision.is_kept
+    owners = Counter(one for name in dropped & found.kept.names for one in {name, *objects_of(found.cache, name)})
+    kept = found.kept.owners
+    gone = [
+        found.cache.objects[name]
+        for name in objects
+        if name in found.cache.objects and kept.get(name, 0) <= owners.get(name, 0)
     ]
-    return kept_objects(thinned, found.cache).names
+    return freed_bytes([*gone, *(file for tree in trees for file in tree.files.values())], found.shared)
 
 
 # ── named by nothing ──────────────────────────────────────────────────────────────────────────

@@ -17,7 +17,7 @@ from eyas.errors import StoreError
 from eyas.generations.extents import Key
 from eyas.generations.freed import freed_by_inode
 from eyas.generations.generation import Generation
-from eyas.generations.kept import Kept, projects_kept
+from eyas.generations.kept import projects_kept
 from eyas.generations.listing import Situation, list_generations, read_situation
 from eyas.ops.gc_going import Going, going
 from eyas.ops.gc_groups import GroupRow, group, rows
@@ -129,8 +129,7 @@ def read_with_projects(root: Path, projects: Sequence[Path] | None, *, commits: 
     found = read_situation(root, commits=commits)
     if not projects:
         return found
-    others = projects_kept(projects, found.cache)
-    return replace(found, kept=Kept(found.kept.names | others.names, found.kept.problems + others.problems))
+    return replace(found, kept=found.kept | projects_kept(projects, found.cache))
 
 
 def _interrupted(intent: Intent) -> Refusal:
