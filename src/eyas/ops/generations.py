@@ -54,11 +54,14 @@ def list_all(root: Path, *, everything: bool = False) -> Listing:
         StoreError: ``root`` is in no git repository.
     """
     found = read_situation(root, commits=everything)
-    generations = list_generations(found)
+    collected = _collected(root) if everything else []
+    gone = {event["hash"] for event in collected}
+    # Old commits name for ever what gc deleted.
+    generations = [g for g in list_generations(found) if g.is_kept or g.disk_bytes or g.hash not in gone]
     present = {generation.hash for generation in generations}
     return Listing(
         generations=generations,
-        collected=[gone for gone in _collected(root) if gone["hash"] not in present] if everything else [],
+        collected=[event for event in collected if event["hash"] not in present],
         disk_bytes=_disk_bytes(found, generations),
         freed_now_bytes=freed_bytes([*removed_objects(found), *removed_files(found)], found.shared),
         problems=found.kept.problems,
