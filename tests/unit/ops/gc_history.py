@@ -57,11 +57,6 @@ class Model:
     spools: dict[str, bool] = field(default_factory=dict)
     """Identity → retired."""
 
-    @property
-    def is_dirty(self) -> bool:
-        """Whether DVC's files say something else than HEAD."""
-        return self.outs != self.commits[self.branches[self.head]]
-
     def kept(self) -> list[Outs]:
         named = [*self.branches.values(), *self.tags.values(), *self.experiments.values()]
         return [self.outs, *(self.commits[sha] for sha in named)]
@@ -159,6 +154,12 @@ class History:
         self.model.branches[self.model.head] = sha
         self.steps.append(f"commit {sha[:6]} on {self.model.head}")
 
+    @property
+    def is_dirty(self) -> bool:
+        """Whether a file that DVC reads differs from HEAD's, as git sees it."""
+        files = ("dvc.yaml", "dvc.lock", "params.yaml", "*.dvc")
+        return bool(self.repository.git("status", "--porcelain", "-uall", "--", *files))
+
     def branch(self) -> None:
         name = f"b{self.clock}"
         self.git("checkout", "-q", "-b", name)
@@ -168,7 +169,7 @@ class History:
 
     def checkout(self) -> None:
         """Another branch; the states follow, or are forgotten."""
-        if self.model.is_dirty:
+        if self.is_dirty:
             self.commit()
         name = self.random.choice(sorted(self.model.branches))
         self.git("checkout", "-q", name)
@@ -214,7 +215,7 @@ class History:
 
     def experiment(self) -> None:
         """Only a reference and a commit, as ``dvc exp run`` leaves them; the workspace is put back."""
-        if self.model.is_dirty:
+        if self.is_dirty:
             self.commit()
         base, outs, laid = self.model.branches[self.model.head], dict(self.model.outs), self.model.laid
         self.generate()
@@ -322,10 +323,10 @@ class History:
     # ── gc, and what must be true after it ────────────────────────────────────────────────────
 
     def gc(self, *, commit: bool = False) -> None:
-        if self.model.is_dirty and (commit or self.random.random() < 0.8):
+        if self.is_dirty and (commit or self.random.random() < 0.8):
             self.commit()
         code, plan = self.eyas_json("gc-plan")
-        if self.model.is_dirty:
+        if self.is_dirty:
             assert code == 1, "not committed, and not refused"
             assert not plan["plan_id"]
             return
