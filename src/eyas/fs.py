@@ -223,6 +223,11 @@ def hash_file(path: Path, algorithm: str = "sha256") -> str:
         return hashlib.file_digest(handle, algorithm).hexdigest()
 
 
+def hash_bytes(data: bytes, algorithm: str = "sha256") -> str:
+    """Hex digest of bytes; md5 is DVC's name for content here, not a protection."""
+    return hashlib.new(algorithm, data, usedforsecurity=False).hexdigest()
+
+
 def has_md5(path: Path, md5: str) -> bool:
     """Whether a file's content has this md5; what the disk cannot read has none."""
     try:

@@ -1,0 +1,265 @@
+"""All generations of a repository, read from git, DVC's lists and ``stat``: nothing is hashed, no shard is read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from eyas.errors import StoreError
+from eyas.generations.freed import freed_bytes
+from eyas.generations.generation import (
+    Facts,
+    Generation,
+    adopted_facts,
+    manifest_facts,
+    objects_of,
+    param_facts,
+    read_manifest,
+)
+from eyas.generations.kept import Kept, kept_objects
+from eyas.generations.objects import Cache, scan_cache
+from eyas.generations.revisions import Revision, read_revisions
+from eyas.generations.snapshot import TrackedOut, TrackedStage
+from eyas.generations.trees import ADOPTED, RETIRED_HOME, STATES_NAME, NameTree, read_trees
+
+MIN_PREFIX = 6
+DRAFTER = "drafter"
+PLAN = Path("data/plan.json")
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Everything that was read once, for the list, the budget and the plan of gc."""
+
+    root: Path
+    revisions: list[Revision]
+    cache: Cache
+    trees: list[NameTree]
+    kept: Kept
+    wanted_identity: str
+    """Of ``data/plan.json``; empty without one."""
+
+
+def read_situation(root: Path, *, commits: bool = False) -> Situation:
+    """Read revisions, cache and names.
+
+    Args:
+        root: The repository.
+        commits: Look at every commit, not only at what gc keeps.
+
+    Raises:
+        StoreError: ``root`` is in no git repository.
+    """
+    revisions, cache = read_revisions(root, commits=commits), scan_cache(root)
+    return Situation(
+        root=root,
+        revisions=revisions,
+        cache=cache,
+        trees=read_trees(root, revisions),
+        kept=kept_objects(revisions, cache),
+        wanted_identity=_wanted(root / PLAN),
+    )
+
+
+def _wanted(plan: Path) -> str:
+    """Identity of the plan; a plan of 600,000 samples is not parsed for one key."""
+    try:
+        with plan.open("rb") as handle:
+            head = handle.read(1 << 16)
+        value = json.loads(head) if len(head) < 1 << 16 else json.loads(plan.read_bytes())
+    except (OSError, ValueError):
+        return ""
+    return str(value.get("identity", "")) if isinstance(value, dict) else ""
+
+
+def list_generations(found: Situation) -> list[Generation]:
+    """Every generation, what can be freed first."""
+    named = _named_states(found.revisions)
+    drafters = _drafters(found.revisions)
+    generations = [_named(found, name, uses, drafters.get(name, ())) for name, uses in named.items()]
+    known = {generation.hash for generation in generations}
+    generations += [_unnamed(found, tree) for tree in found.trees if _is_unnamed(tree, known)]
+    return sorted(generations, key=lambda g: (-g.freed_now_bytes, -g.freed_bytes, -g.when_s, g.hash))
+
+
+def find(root: Path, name: str) -> Generation:
+    """The generation that a user means: a hash's first digits, or an adopted one's name.
+
+    Raises:
+        StoreError: None or several are meant.
+    """
+    generations = list_generations(read_situation(root, commits=True))
+    exact = [g for g in generations if name in (g.name, g.hash, g.hash.removesuffix(".dir"))]
+    meant = exact or [g for g in generations if len(name) >= MIN_PREFIX and g.hash.startswith(name)]
+    if len(meant) == 1:
+        return meant[0]
+    listed = ", ".join(g.name for g in generations) or "none"
+    what = f"means {len(meant)} generations" if meant else "is no generation"
+    raise StoreError(
+        f"{name!r} {what}, expected one of: {listed}",
+        "`make generations ALL=1` lists them; six digits of a hash will do",
+    )
+
+
+# ── named by a revision ───────────────────────────────────────────────────────────────────────
+
+_Use = tuple[Revision, TrackedStage, TrackedOut]
+
+
+def _named_states(revisions: Iterable[Revision]) -> dict[str, list[_Use]]:
+    """Hash of a generation → where it is named."""
+    named: dict[str, list[_Use]] = {}
+    for revision in revisions:
+        for stage in revision.stages:
+            for out in stage.outs:
+                if out.is_cached and (out.path.rpartition("/")[2] == STATES_NAME or _is_adopted(stage, out)):
+                    named.setdefault(out.name, []).append((revision, stage, out))
+    return named
+
+
+def _is_adopted(stage: TrackedStage, out: TrackedOut) -> bool:
+    return stage.file.endswith(".dvc") and out.path.startswith(f"{ADOPTED}/")
+
+
+def _drafters(revisions: Iterable[Revision]) -> dict[str, tuple[str, ...]]:
+    """Hash of a generation → drafters trained from it."""
+    found: dict[str, dict[str, None]] = {}
+    for revision in revisions:
+        for stage in revision.stages:
+            made = [out for out in stage.outs if out.path.rpartition("/")[2] == DRAFTER]
+            for path, name in stage.deps.items():
+                if made and path.rpartition("/")[2] == STATES_NAME:
+                    found.setdefault(name, {})[f"{made[0].path} {made[0].name[:10]}"] = None
+    return {name: tuple(drafters) for name, drafters in found.items()}
+
+
+def _named(found: Situation, name: str, uses: list[_Use], used_by: tuple[str, ...]) -> Generation:
+    _, stage, out = uses[0]
+    is_adopted = _is_adopted(stage, out)
+    facts = adopted_facts(stage.meta) if is_adopted else _pipeline_facts(found.cache, uses)
+    objects = objects_of(found.cache, name)
+    trees = [tree for tree in found.trees if tree.generation == name]
+    is_kept = any(revision.is_kept for revision, _, _ in uses)
+    in_workspace = any(revision.kind == "workspace" for revision, _, _ in uses)
+    free = freeable(found, objects, trees, {name})
+    return Generation(
+        kind="adopted" if is_adopted else "pipeline",
+        hash=name,
+        path=out.path,
+        facts=facts,
+        when_s=_when(found.cache, name, [revision.when_s for revision, _, _ in uses if revision.when_s]),
+        stored_bytes=out.size_bytes,
+        disk_bytes=_disk_bytes(found.cache, objects, trees),
+        num_objects=len(objects) or out.num_files + 1,
+        num_missing=sum(one not in found.cache.objects for one in objects) if objects else out.num_files + 1,
+        is_kept=is_kept,
+        is_stale=in_workspace and bool(facts.identity and found.wanted_identity not in ("", facts.identity)),
+        is_retired=(found.root / RETIRED_HOME / name).exists(),
+        freed_now_bytes=0 if is_kept else free,
+        freed_bytes=free,
+        named_by=_named_by(uses),
+        used_by=used_by,
+        objects=objects,
+    )
+
+
+def _pipeline_facts(cache: Cache, uses: list[_Use]) -> Facts:
+    facts = Facts()
+    for _, stage, out in uses:
+        manifests = [other for other in stage.outs if other.path == f"{out.path}.json"]
+        facts = next((f for f in (read_manifest(cache, m.name) for m in manifests) if f.identity), facts)
+        if facts.identity:
+            break
+    noted = param_facts(uses[0][1].params)
+    # The manifest has the target's digest, the parameters its name.
+    return replace(facts, target=noted.target or facts.target[:10]) if facts.identity else noted
+
+
+def _named_by(uses: list[_Use]) -> tuple[str, ...]:
+    """Names that keep it; of bare commits only their number and the newest."""
+    kept = dict.fromkeys(str(revision) for revision, _, _ in uses if revision.is_kept)
+    commits = sorted({(r.when_s, r.name) for r, _, _ in uses if r.kind == "commit"}, reverse=True)
+    more = f" and {len(commits) - 1} more" if len(commits) > 1 else ""
+    return (*kept, *([f"commit {commits[0][1]}{more}"] if commits else []))
+
+
+def _when(cache: Cache, name: str, commits: Sequence[int]) -> int:
+    try:
+        return int(cache.path(name).stat().st_mtime)
+    except FileNotFoundError:
+        return min(commits, default=0)
+
+
+def _disk_bytes(cache: Cache, objects: Iterable[str], trees: Iterable[NameTree]) -> int:
+    present = [cache.objects[name] for name in objects if name in cache.objects]
+    files = [file for tree in trees for file in tree.files.values()]
+    return sum({(f.device, f.inode): f.disk_bytes for f in (*present, *files)}.values())
+
+
+def freeable(found: Situation, objects: Iterable[str], trees: Iterable[NameTree], dropped: set[str]) -> int:
+    """Bytes that deleting a generation gives back; what a kept generation shares with it stays.
+
+    Args:
+        found: The situation.
+        objects: Of the generation.
+        trees: Names outside the cache that go with it.
+        dropped: Hashes of generations that are taken for unnamed although something keeps them.
+    """
+    kept = found.kept.names if not dropped & found.kept.names else _kept_without(found, dropped)
+    gone = [found.cache.objects[name] for name in objects if name in found.cache.objects and name not in kept]
+    return freed_bytes([*gone, *(file for tree in trees for file in tree.files.values())])
+
+
+def _kept_without(found: Situation, dropped: set[str]) -> frozenset[str]:
+    thinned = [
+        replace(
+            revision,
+            stages=tuple(
+                replace(stage, outs=tuple(out for out in stage.outs if out.name not in dropped))
+                for stage in revision.stages
+            ),
+        )
+        for revision in found.revisions
+        if revision.is_kept
+    ]
+    return kept_objects(thinned, found.cache).names
+
+
+# ── named by nothing ──────────────────────────────────────────────────────────────────────────
+
+
+def _is_unnamed(tree: NameTree, known: set[str]) -> bool:
+    return tree.kind in ("workspace", "spool") and tree.generation not in known
+
+
+def _unnamed(found: Situation, tree: NameTree) -> Generation:
+    """States that no revision names: published and not recorded, or a spool."""
+    twin = any(t.kind == "workspace" and t.generation == tree.generation for t in found.trees)
+    manifest = tree.manifest if tree.kind == "workspace" else tree.folder.parent / "manifest.json"
+    facts = Facts(identity=tree.identity)
+    with contextlib.suppress(OSError, ValueError):
+        facts = manifest_facts(json.loads((manifest or tree.folder).read_bytes()))
+    free = 0 if tree.kind == "spool" and twin else freed_bytes(tree.files.values())
+    newest = max((int(p.stat().st_mtime) for p in (tree.folder, tree.folder.parent) if p.exists()), default=0)
+    return Generation(
+        kind="unrecorded" if tree.kind == "workspace" else "spool",
+        hash=tree.generation or tree.identity,
+        path=tree.folder.relative_to(found.root).as_posix(),
+        facts=facts if facts.identity else Facts(identity=tree.identity),
+        when_s=newest,
+        stored_bytes=sum(file.size_bytes for file in tree.files.values()),
+        disk_bytes=tree.disk_bytes,
+        num_objects=tree.num_listed,
+        num_missing=tree.num_listed - len(tree.files),
+        is_kept=not tree.is_retired,
+        is_stale=tree.identity != found.wanted_identity,
+        is_retired=tree.is_retired,
+        freed_now_bytes=free if tree.is_retired else 0,
+        freed_bytes=free,
+        named_by=(),
+        used_by=(),
+        objects=frozenset(),
+    )

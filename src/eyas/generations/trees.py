@@ -1,0 +1,200 @@
+"""Names outside the cache that hold a generation's bytes: the workspace, the spool, an adopted folder and its origin.
+
+While one of them lives, deleting an object of the cache frees nothing. A tree is matched to its generation by what
+eyas wrote beside it (manifest, journal of the adoption), never by guessing, and holds only files that are listed there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from eyas import fs
+from eyas.generations.objects import BLOCK_BYTES
+from eyas.generations.revisions import Revision
+from eyas.shards.handover import HOME, SPOOL, dir_md5, stored_files
+
+STATES_NAME = "hidden_states"
+ADOPTED = Path("adopted")
+ADOPTED_HOME = HOME / "adopted"
+"""Facts of this machine about adoptions: ``<name>/origin.json`` holds ``generation`` (hash), ``folder`` (absolute) and
+``files``: ``path``, ``size_bytes``, ``inode`` and ``mtime_ns`` of each as it was linked."""
+RETIRED_HOME = HOME / "retired"
+"""An empty file per generation that was retired and not collected yet, named by its hash."""
+RETIRED_MARK = "retired"
+"""The same for a spool, inside it."""
+TreeKind = Literal["workspace", "spool", "adopted", "origin"]
+
+
+class TreeFile(NamedTuple):
+    """One name's ``stat``."""
+
+    size_bytes: int
+    disk_bytes: int
+    device: int
+    inode: int
+    num_links: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NameTree:
+    """Files of one generation below one folder."""
+
+    kind: TreeKind
+    folder: Path
+    generation: str
+    """Hash of the folder as DVC names it; empty for a spool that is not complete."""
+    identity: str
+    """Capture identity; empty where nobody knows it."""
+    files: dict[str, TreeFile]
+    """Path relative to the folder → stat; of the listed files those that are there in their size."""
+    num_listed: int
+    manifest: Path | None = None
+    is_retired: bool = False
+
+    @property
+    def disk_bytes(self) -> int:
+        """Allocated blocks, each inode once."""
+        return sum({(f.device, f.inode): f.disk_bytes for f in self.files.values()}.values())
+
+
+def read_trees(root: Path, revisions: Iterable[Revision]) -> list[NameTree]:
+    """Every tree of names that this repository knows of."""
+    found = [_published(root, path) for path in _states_paths(revisions)]
+    spools = sorted((root / HOME / SPOOL).iterdir()) if (root / HOME / SPOOL).is_dir() else []
+    found += [_spool(folder) for folder in spools if folder.is_dir() and not folder.name.endswith(fs.PART_SUFFIX)]
+    homes = sorted((root / ADOPTED_HOME).iterdir()) if (root / ADOPTED_HOME).is_dir() else []
+    for home in homes:
+        found += _adopted(root, home)
+    return [tree for tree in found if tree is not None]
+
+
+def _states_paths(revisions: Iterable[Revision]) -> list[str]:
+    paths = {out.path for r in revisions for stage in r.stages for out in stage.outs}
+    states = {path for path in paths if path.rpartition("/")[2] == STATES_NAME}
+    return sorted(states | {f"data/{STATES_NAME}"})
+
+
+def _published(root: Path, path: str) -> NameTree | None:
+    """States in the workspace, as their manifest lists them."""
+    manifest = root / f"{path}.json"
+    value = _json(manifest)
+    if value is None or not (root / path).is_dir():
+        return None
+    try:
+        files = stored_files(value)
+        identity = str(value["identity"])
+    except (KeyError, TypeError):
+        return None
+    return NameTree(
+        kind="workspace",
+        folder=root / path,
+        generation=dir_md5(files),
+        identity=identity,
+        files=_stat_listed(root / path, ((file.path, file.size_bytes) for file in files)),
+        num_listed=len(files),
+        manifest=manifest,
+    )
+
+
+def _spool(folder: Path) -> NameTree:
+    """A spool: finished when its manifest is there, else as far as it got."""
+    value = _json(folder / "manifest.json")
+    states = folder / "states"
+    listed: list[tuple[str, int]] = []
+    generation = ""
+    try:
+        if value is not None:
+            files = stored_files(value)
+            listed, generation = [(file.path, file.size_bytes) for file in files], dir_md5(files)
+    except (KeyError, TypeError):
+        pass
+    present = {path: _stat(entry.stat()) for path, entry in _walk(states)}
+    if listed:
+        present = {path: present[path] for path, size in listed if path in present and present[path].size_bytes == size}
+    return NameTree(
+        kind="spool",
+        folder=states,
+        generation=generation,
+        identity=folder.name,
+        files=present,
+        num_listed=len(listed) or len(present),
+        is_retired=(folder / RETIRED_MARK).exists(),
+    )
+
+
+def _adopted(root: Path, home: Path) -> list[NameTree]:
+    """The copy below ``adopted/`` and the folder that it came from, as the adoption noted them."""
+    value = _json(home / "origin.json")
+    if value is None:
+        return []
+    try:
+        generation, origin = str(value["generation"]), Path(value["folder"])
+        listed = [(str(file["path"]), int(file["size_bytes"])) for file in value["files"]]
+        # Who wrote to an origin's file since then meant something else with it.
+        unchanged = {str(file["path"]): (int(file["inode"]), int(file["mtime_ns"])) for file in value["files"]}
+    except (KeyError, TypeError, ValueError):
+        return []
+    trees = []
+    places: tuple[tuple[TreeKind, Path], ...] = (("adopted", root / ADOPTED / home.name), ("origin", origin))
+    for kind, folder in places:
+        files = _stat_listed(folder, listed, unchanged if kind == "origin" else None)
+        trees.append(
+            NameTree(kind=kind, folder=folder, generation=generation, identity="", files=files, num_listed=len(listed))
+        )
+    return trees
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _stat_listed(
+    folder: Path, listed: Iterable[tuple[str, int]], unchanged: dict[str, tuple[int, int]] | None = None
+) -> dict[str, TreeFile]:
+    files: dict[str, TreeFile] = {}
+    base = f"{folder}{os.sep}"
+    for path, size_bytes in listed:
+        try:
+            found = os.stat(base + path, follow_symlinks=False)  # noqa: PTH116 - 80,000 times
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if found.st_size != size_bytes:
+            continue
+        if unchanged is not None and unchanged[path] != (found.st_ino, found.st_mtime_ns):
+            continue
+        files[path] = _stat(found)
+    return files
+
+
+def _walk(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    start = len(f"{folder}{os.sep}")
+    queue = [os.fspath(folder)] if folder.is_dir() else []
+    while queue:
+        with os.scandir(queue.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    queue.append(entry.path)
+                elif entry.is_file(follow_symlinks=False):
+                    yield entry.path[start:], entry
+
+
+def _stat(found: os.stat_result) -> TreeFile:
+    return TreeFile(found.st_size, found.st_blocks * BLOCK_BYTES, found.st_dev, found.st_ino, found.st_nlink)
+
+
+def file_md5(path: Path) -> str:
+    """md5 of a small file; empty when it is missing."""
+    try:
+        return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+    except FileNotFoundError:
+        return ""
