@@ -183,13 +183,13 @@ class Budget:
 
     @property
     def headroom_bytes(self) -> int:
-        """Free bytes above the reserve at the peak; negative when they lack."""
+        """Free bytes above the reserve at the peak; negative when the reserve is touched."""
         return self.free_bytes - self.reserve_bytes - self.needed_bytes
 
     @property
     def gap_bytes(self) -> int:
-        """Bytes that lack; 0 when none do."""
-        return max(-self.headroom_bytes, 0)
+        """Bytes that lack; 0 when none do, or when nothing is to be written any more."""
+        return max(-self.headroom_bytes, 0) if self.needed_bytes else 0
 
     @property
     def num_missing_files(self) -> int:
@@ -274,11 +274,10 @@ def budget(
     plan: CapturePlan,
     free_bytes: int,
     reserve_bytes: int,
-    done: Done = Done(),  # noqa: B008 - frozen
+    done: Done = Done(),
     cache_types: Sequence[str] = (),
-    ratio: Ratio | None = None,
 ) -> Budget:
-    """Compare what a plan still needs with what is free.
+    """Compare what a plan still needs with what is free, at the codec's documented ratio.
 
     Args:
         plan: What is to be captured.
@@ -286,11 +285,10 @@ def budget(
         reserve_bytes: Must stay free.
         done: Of this plan, already on the volume.
         cache_types: DVC's ``cache.type`` in order; empty when nothing is committed to a cache.
-        ratio: Of the codec; its documented one when None.
     """
     return Budget(
         need=Need.of(plan),
-        ratio=ratio or default_ratio(plan.capture.codec),
+        ratio=default_ratio(plan.capture.codec),
         free_bytes=free_bytes,
         reserve_bytes=reserve_bytes,
         done=done,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas import fs
+from eyas.errors import StoreError
 from eyas.plan.budget import Need, Ratio, measured_ratio
 from eyas.plan.cache import cache_object, hashes, locked_stage
 
@@ -27,22 +28,26 @@ def earlier_ratio(root: Path, need: Need, capture: Mapping[str, Any], manifest_p
         manifest_path: Relative to the repository.
 
     Raises:
-        StoreError: A manifest is there and is no JSON.
+        StoreError: A file is there and is no manifest.
     """
-    manifest = _manifest(root, manifest_path)
-    if manifest is None or not _is_like(manifest.get("capture", {}), capture):
+    path = next(
+        (path for path in (root / manifest_path, _cached(root, manifest_path)) if path and path.is_file()), None
+    )
+    if path is None:
         return None
-    num_shards = len(manifest.get("shards", ()))
-    where = f"{num_shards:,} shards of {manifest.get('identity', '')[:16]}"
-    return measured_ratio(need, manifest.get("stored_bytes", 0), manifest.get("num_stored_tokens", 0), where)
+    manifest = fs.read_json(path)
+    try:
+        if not _is_like(manifest["capture"], capture):
+            return None
+        where = f"{len(manifest['shards']):,} shards of {manifest['identity'][:16]}"
+        return measured_ratio(need, manifest["stored_bytes"], manifest["num_stored_tokens"], where)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise no_manifest(path, error) from None
 
 
-def _manifest(root: Path, path: Path) -> dict[str, Any] | None:
-    for there in (root / path, _cached(root, path)):
-        if there is not None and there.is_file():
-            found = fs.read_json(there)
-            return found if isinstance(found, dict) else None
-    return None
+def no_manifest(path: Path, error: Exception) -> StoreError:
+    """What a file that is no manifest is answered with."""
+    return StoreError(f"{path} is no manifest of hidden states: {error!r}", f"look at it: head -c 500 {path}")
 
 
 def _cached(root: Path, path: Path) -> Path | None:

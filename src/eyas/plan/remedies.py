@@ -56,8 +56,9 @@ def with_retired(found: Budget) -> Budget:
 
 def _gc(found: Budget) -> Remedy:
     freed = found.reclaim.free_now_bytes
-    problem = f"; not yet: {found.reclaim.problem}" if found.reclaim.problem else ""
-    how = ("`make gc-plan`, then `make gc CONFIRM=<its id>`" if freed else "nothing is stale and unnamed") + problem
+    how = "`make gc-plan`, then `make gc CONFIRM=<its id>`" if freed else "no states lie there without a name"
+    if found.reclaim.problem:
+        how = f"gc would refuse: {found.reclaim.problem}"
     return _remedy("gc", "frees", freed, with_gc(found), how)
 
 

@@ -78,4 +78,3 @@ class Watch:
             f"free space (`make budget` says how; `df -h {self.folder}` shows the volume), then run the same command "
             "again: it goes on from here",
         )
-
