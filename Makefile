@@ -47,7 +47,7 @@ export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup repro smoke params $(PIPELINE) status summary doctor verify repair bench-store reproduce check test test-slow lock clean
+.PHONY: help setup repro smoke params $(PIPELINE) status summary doctor budget verify repair bench-store reproduce check test test-slow lock clean
 
 .PHONY: export-states import-states generations gc-plan gc adopt train-from retire keep
 
@@ -93,6 +93,8 @@ summary: $(READY) ## The last results in one table
 	@eyas summary
 doctor: $(READY) ## What this machine has, lacks and what to do about it
 	@eyas doctor
+budget: $(READY) ## Does the planned capture fit this volume, and what would make it fit (JSON=1)
+	@eyas budget $(if $(JSON),--json)
 verify: $(READY) ## Read every artifact again; ARGS='--share 0.1 --max-mb-per-s 200'
 	@eyas verify $(ARGS)
 repair: $(READY) ## Restore damaged shards, or capture their samples again

@@ -15,10 +15,10 @@ from typing import Any
 
 from eyas import fs
 from eyas.errors import DiskError, StoreError
+from eyas.plan.volume import Mount, mounts
 
 SITE_CACHE = Path(".dvc/tmp/site")
 """Where ``make`` lets DVC keep its state: with the repository, out of git, gone only with ``.dvc/tmp``."""
-MOUNTS = Path("/proc/self/mountinfo")
 
 
 def settings(root: Path, section: str) -> dict[str, str]:
@@ -124,28 +124,20 @@ def check_links(root: Path) -> None:
 
 def file_system(path: Path) -> tuple[str, str]:
     """Kind and source of the file system that holds a path: ``xfs``, ``/dev/sdb``; ``?`` where nobody says."""
-    found = _mounted(path)
-    return found[1:] if found else ("?", "?")
+    found = _holding(path)
+    return (found.kind, found.source) if found else ("?", "?")
 
 
 def _mount(path: Path) -> str:
     """The mount that holds a path: ``/data (ext4)``; bind mounts have no other mark than this list."""
-    found = _mounted(path)
+    found = _holding(path)
     if found is None:
         resolved = path.resolve()
         return f"device {resolved.stat().st_dev if resolved.exists() else '?'}"
-    return f"{found[0]} ({found[1]})"
+    return f"{found.point} ({found.kind})"
 
 
-def _mounted(path: Path) -> tuple[str, str, str] | None:
-    """Mount point, kind and source."""
+def _holding(path: Path) -> Mount | None:
     resolved = path.resolve()
-    try:
-        rows = [line.split() for line in MOUNTS.read_text().splitlines()]
-    except OSError:
-        return None
-    found = [
-        (row[4].replace("\\040", " "), row[(mark := row.index("-")) + 1], row[mark + 2]) for row in rows if "-" in row
-    ]
-    holding = [row for row in found if resolved.is_relative_to(row[0])]
-    return max(reversed(holding), key=lambda row: len(row[0]), default=None)
+    holding = [one for one in mounts() if resolved.is_relative_to(one.point)]
+    return max(reversed(holding), key=lambda one: len(one.point), default=None)
