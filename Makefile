@@ -49,7 +49,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help setup repro smoke params $(PIPELINE) status summary doctor budget verify repair bench-store reproduce check test test-slow lock clean
 
-.PHONY: export-states import-states generations gc-plan gc adopt train-from retire keep
+.PHONY: export-states import-states generations gc-plan gc bench-gc adopt train-from retire keep
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-14s %s\n",$$1,$$2}' Makefile
@@ -114,6 +114,8 @@ bench-store: $(READY) ## The store on the extracted states: bytes, speeds, kills
 	eyas bench store
 	eyas bench crash
 	eyas bench corruption
+bench-gc: $(READY) ## A gc on this volume: promised and measured bytes, a plan over 80,000 objects; reports/bench/gc.json
+	eyas bench gc
 
 ##@ Exchange
 export-states: $(READY) ## Hidden states for a peer: FORMAT=speculators_v1|speculators|specforge TO= (TRAINER=0.4.0 FROM=imports/NAME)

@@ -58,8 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     bench = _add(commands, "bench", _bench, "measure the store on the extracted states; writes reports/bench/NAME.json")
     bench.add_argument(
         "name",
-        choices=("store", "crash", "corruption"),
-        help="bytes and speeds (3 minutes), 200 kills (2 to 4), or damage and who finds it (2); the states are only read",
+        choices=("store", "crash", "corruption", "gc"),
+        help="bytes and speeds (3 minutes), 200 kills (2 to 4), damage and who finds it (2); the states are only read. "
+        "gc: promised and measured bytes, a plan over 80,000 objects (1)",
     )
     smoke = _add(commands, "smoke", _smoke, "run the whole pipeline at small size in a scratch copy")
     smoke.add_argument("--folder", type=Path, default=Path(".eyas/smoke"), help="the copy (default: %(default)s)")

@@ -31,8 +31,8 @@ def run(root: Path, name: str) -> dict[str, Any]:
     """Run one bench and write its report.
 
     Args:
-        root: The repository; must hold published states.
-        name: ``store``, ``crash`` or ``corruption``.
+        root: The repository; must hold published states, but for ``gc``.
+        name: ``store``, ``crash``, ``corruption`` or ``gc``.
 
     Returns:
         The figures.
@@ -78,10 +78,20 @@ def _corruption(root: Path, scratch: Path) -> dict[str, Any]:
     return bench_corruption.measure(root, SEED, NUM_FLIPS)
 
 
+def _gc(root: Path, scratch: Path) -> dict[str, Any]:
+    from eyas.ops import bench_gc
+
+    # The count of random histories is a test's: kept as it was noted last.
+    path = root / REPORTS / "gc.json"
+    noted = fs.read_json(path).get("histories_tried", 0) if path.exists() else 0
+    return bench_gc.measure(scratch) | {"histories_tried": noted, "machine": config.machine()}
+
+
 BENCHES: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "store": _store,
     "crash": _crash,
     "corruption": _corruption,
+    "gc": _gc,
 }
 
 

@@ -23,6 +23,7 @@ from eyas import console, fs
 from eyas.contracts import CapturePlan
 from eyas.errors import EyasError, StoreError
 from eyas.ops import published as store
+from eyas.ops.gc_intent import read_intent
 from eyas.ops.published import MANIFEST, OUTS, PLAN, STATES, Planned, Published
 from eyas.plan.cache import cache_object, hashes, locked_stage, object_finder, read_yaml
 from eyas.shards import handover
@@ -67,6 +68,9 @@ def run(root: Path, command: Sequence[str], *, force: bool) -> int:
         verdict = look(root, force=force)
         if verdict.is_current:
             _settle_spools(root)
+    if (interrupted := read_intent(root)) is not None:
+        # Nothing of it needs to be waited for: it deletes no file that was written since, and nothing named again.
+        console.log(f"guard: a gc was interrupted: make gc CONFIRM={interrupted.plan_id} finishes it")
     console.log(f"guard: {verdict.note}")
     if not command or (tuple(command) == EXTRACT and verdict.is_current):
         return 0
