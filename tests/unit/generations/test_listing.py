@@ -101,6 +101,17 @@ def test_what_an_output_of_another_name_keeps_is_not_free(repository):
     assert one.freed_now_bytes == 0
 
 
+def test_a_shard_that_is_an_output_of_its_own_too_is_not_freed_with_the_folder(repository):
+    files = shards(5000, 9000)
+    name = repository.publish(files)
+    alone = {"path": "z", "hash": "md5", "md5": md5(files["000/shard-1"]), "size": 9000}
+    repository.write_yaml("z.dvc", {"outs": [alone]})
+    repository.commit()
+    (one,) = listed(repository)
+    assert one.disk_bytes == blocks(5000, 9000, list_bytes(repository, name))
+    assert one.freed_bytes == blocks(5000, list_bytes(repository, name))
+
+
 def test_one_file_twice_in_a_folder_is_one_object(repository):
     name = repository.publish({"a": b"z" * 5000, "b": b"z" * 5000, "c": b"y"})
     repository.commit()
