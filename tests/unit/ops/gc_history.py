@@ -12,78 +12,19 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from unittest import mock
 
+from gc_model import Files, Model, Outs, content_bytes, folder_hash, objects_of
+
 from eyas.cli import main
-from states_repository import MANIFEST, STATES, StatesRepository, dir_list, manifest_of, md5
+from states_repository import MANIFEST, STATES, StatesRepository, manifest_of, md5
 
 ENGINES = ("vllm", "hf", "sglang")
 CONTENTS = [bytes([97 + i]) * size for i, size in enumerate((1, 10, 4096, 4097, 9000, 20000, 50000, 3))]
 START_S = 1_700_000_000
 DRAFTER = "models/drafter"
-
-Files = dict[str, bytes]
-Outs = dict[str, Files | bytes]
-"""What one state of DVC's files names: path → files of a folder, or one file."""
-
-
-@dataclass(frozen=True)
-class Commit:
-    sha: str
-    outs: Outs
-
-
-@dataclass
-class Model:
-    """What is named, by whom, and what lies where."""
-
-    outs: Outs = field(default_factory=dict)
-    """Of the workspace's files."""
-    commits: dict[str, Outs] = field(default_factory=dict)
-    branches: dict[str, str] = field(default_factory=dict)
-    tags: dict[str, str] = field(default_factory=dict)
-    experiments: dict[str, str] = field(default_factory=dict)
-    head: str = "main"
-    objects: set[str] = field(default_factory=set)
-    """In the cache."""
-    laid: Files | None = None
-    """States in the workspace, whoever names them."""
-    adopted: dict[str, tuple[Path, Files]] = field(default_factory=dict)
-    """Name → where it came from, and what."""
-    spools: dict[str, bool] = field(default_factory=dict)
-    """Identity → retired."""
-
-    def kept(self) -> list[Outs]:
-        named = [*self.branches.values(), *self.tags.values(), *self.experiments.values()]
-        return [self.outs, *(self.commits[sha] for sha in named)]
-
-    def used(self) -> set[str]:
-        return {name for outs in self.kept() for value in outs.values() for name in objects_of(value)}
-
-
-def folder_hash(files: Files) -> str:
-    return md5(dir_list({path: md5(data) for path, data in files.items()})) + ".dir"
-
-
-def objects_of(value: Files | bytes) -> set[str]:
-    if isinstance(value, bytes):
-        return {md5(value)}
-    return {folder_hash(value), *map(md5, value.values())}
-
-
-def content_bytes(*folders: Path) -> int:
-    """Allocated bytes below folders, each inode once: what ``du`` says."""
-    seen: dict[tuple[int, int], int] = {}
-    for folder in folders:
-        for parent, _, names in os.walk(folder):
-            for name in names:
-                found = (Path(parent) / name).lstat()
-                seen[found.st_dev, found.st_ino] = found.st_blocks * 512
-    return sum(seen.values())
 
 
 class KilledError(BaseException):
@@ -217,28 +158,22 @@ class History:
         """Only a reference and a commit, as ``dvc exp run`` leaves them; the workspace is put back."""
         if self.is_dirty:
             self.commit()
-        base, outs, laid = self.model.branches[self.model.head], dict(self.model.outs), self.model.laid
+        base, outs = self.model.branches[self.model.head], dict(self.model.outs)
         self.generate()
         self.git("add", "-A")
         self.git("commit", "-q", "-m", "experiment")
-        sha = self.repository.git("rev-parse", "HEAD")
-        self.git("update-ref", f"refs/exps/{base[:2]}/{base[2:]}/e{self.clock}", sha)
-        self.model.experiments[f"{base[:2]}/{base[2:]}/e{self.clock - 1}"] = sha
-        self.model.commits[sha] = dict(self.model.outs)
+        sha, name = self.repository.git("rev-parse", "HEAD"), f"refs/exps/{base[:2]}/{base[2:]}/e{self.clock}"
+        self.git("update-ref", name, sha)
+        self.model.experiments[name], self.model.commits[sha] = sha, dict(self.model.outs)
         self.git("reset", "-q", "--hard", base)
-        self.model.outs, self.model.laid = outs, laid
+        self.model.outs = outs
         self.lay()
         self.steps.append("experiment")
 
     def delete_experiment(self) -> None:
         if self.model.experiments:
             name = self.random.choice(sorted(self.model.experiments))
-            (full,) = [
-                line
-                for line in self.repository.git("for-each-ref", "--format=%(refname)", "refs/exps").splitlines()
-                if self.repository.git("rev-parse", line) == self.model.experiments[name] and line.endswith(name[41:])
-            ] or [f"refs/exps/{name}"]
-            self.git("update-ref", "-d", full)
+            self.git("update-ref", "-d", name)
             del self.model.experiments[name]
             self.steps.append("delete experiment")
 
@@ -456,18 +391,11 @@ class History:
         out, err, before = io.StringIO(), io.StringIO(), Path.cwd()
         os.chdir(self.root)
         try:
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest_exit() as code:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 main(words)
+        except SystemExit as end:
+            code = int(end.code or 0)
+            return code, out.getvalue() if code in (0, 1) else err.getvalue()
         finally:
             os.chdir(before)
-        return code[0], out.getvalue() if code[0] in (0, 1) else err.getvalue()
-
-
-@contextlib.contextmanager
-def pytest_exit() -> Iterator[list[int]]:
-    """The exit code of a command that ends the process."""
-    code = [0]
-    try:
-        yield code
-    except SystemExit as end:
-        code[0] = int(end.code or 0)
+        raise AssertionError("a command ends its process")
