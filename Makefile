@@ -15,6 +15,8 @@ TORCH ?= torch==2.13.0
 TORCH_PIP_ARGS ?=
 # Anything but empty lets the guard go on although finished hidden states would be deleted.
 FORCE ?=
+# Anything but empty prints JSON in place of a table.
+JSON ?=
 # Arguments of pytest or of verify, for example `ARGS='-k walk'`.
 ARGS ?=
 
@@ -43,7 +45,7 @@ export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup repro smoke params $(PIPELINE) status summary doctor verify repair bench-store reproduce check test test-slow lock clean
+.PHONY: help setup repro smoke params $(PIPELINE) status summary doctor budget verify repair bench-store reproduce check test test-slow lock clean
 
 .PHONY: export-states import-states adopt train-from retire keep
 
@@ -89,6 +91,8 @@ summary: $(READY) ## The last results in one table
 	@eyas summary
 doctor: $(READY) ## What this machine has, lacks and what to do about it
 	@eyas doctor
+budget: $(READY) ## Does the planned capture fit this volume, and what would make it fit (JSON=1)
+	@eyas budget $(if $(JSON),--json)
 verify: $(READY) ## Read every artifact again; ARGS='--share 0.1 --max-mb-per-s 200'
 	@eyas verify $(ARGS)
 repair: $(READY) ## Restore damaged shards, or capture their samples again

@@ -15,10 +15,10 @@ from typing import Any
 
 from eyas import fs
 from eyas.errors import DiskError, StoreError
+from eyas.plan.volume import mounts
 
 SITE_CACHE = Path(".dvc/tmp/site")
 """Where ``make`` lets DVC keep its state: with the repository, out of git, gone only with ``.dvc/tmp``."""
-MOUNTS = Path("/proc/self/mountinfo")
 
 
 def _settings(root: Path, section: str) -> dict[str, str]:
@@ -123,12 +123,9 @@ def check_links(root: Path) -> None:
 
 def _mount(path: Path) -> str:
     """The mount that holds a path: ``/data (ext4)``; bind mounts have no other mark than this list."""
-    resolved = path.resolve()
-    try:
-        rows = [line.split() for line in MOUNTS.read_text().splitlines()]
-    except OSError:
+    resolved, found = path.resolve(), mounts()
+    if not found:
         return f"device {resolved.stat().st_dev if resolved.exists() else '?'}"
-    found = [(row[4].replace("\\040", " "), row[row.index("-") + 1]) for row in rows]
-    holding = [(point, kind) for point, kind in found if resolved.is_relative_to(point)]
-    point, kind = max(reversed(holding), key=lambda mount: len(mount[0]), default=("/", "?"))
-    return f"{point} ({kind})"
+    holding = [mount for mount in found if resolved.is_relative_to(mount.point)]
+    mount = max(reversed(holding), key=lambda mount: len(mount.point), default=None)
+    return f"{mount.point} ({mount.kind})" if mount else "/ (?)"
