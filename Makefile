@@ -37,7 +37,9 @@ GUARD := eyas guard $(if $(FORCE),--force)
 SITE_CACHE := $(CURDIR)/.dvc/tmp/site
 STATE_HERE = @grep -qsF 'site_cache_dir = $(SITE_CACHE)' .dvc/config.local || \
 	dvc config -q --local core.site_cache_dir '$(SITE_CACHE)'
-option = $(if $(value $(2)),--$(1) '$($(2))')
+quoted = '$(subst ','\'',$(value $(1)))'
+option = $(if $(value $(2)),--$(1) $(call quoted,$(2)))
+JSON_FLAG = $(if $(value JSON),--json)
 CHOICES := $(foreach group,TARGET DATA MACHINE DRAFTER,$(if $(value $(group)),$(group)=$(value $(group))))
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
@@ -45,9 +47,9 @@ export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup repro smoke params $(PIPELINE) status summary doctor verify repair bench-store reproduce check test test-slow lock clean
+.PHONY: help setup repro smoke params $(PIPELINE) status summary doctor budget verify repair bench-store reproduce check test test-slow lock clean
 
-.PHONY: export-states import-states generations gc-plan gc bench-gc
+.PHONY: export-states import-states adopt train-from retire keep generations gc-plan gc bench-gc
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-14s %s\n",$$1,$$2}' Makefile
@@ -91,6 +93,8 @@ summary: $(READY) ## The last results in one table
 	@eyas summary
 doctor: $(READY) ## What this machine has, lacks and what to do about it
 	@eyas doctor
+budget: $(READY) ## Does the planned capture fit this volume, and what would make it fit (JSON=1)
+	@eyas budget $(if $(JSON),--json)
 verify: $(READY) ## Read every artifact again; ARGS='--share 0.1 --max-mb-per-s 200'
 	@eyas verify $(ARGS)
 repair: $(READY) ## Restore damaged shards, or capture their samples again
@@ -114,11 +118,26 @@ bench-gc: $(READY) ## A gc on this volume: promised and measured bytes, a plan o
 	eyas bench gc
 
 ##@ Exchange
-export-states: $(READY) ## Hidden states for a peer: FORMAT=speculators_v1|speculators|specforge TO= (TRAINER=0.4.0)
-	@eyas export-states $(call option,format,FORMAT) $(call option,to,TO) $(call option,trainer-version,TRAINER)
+export-states: $(READY) ## Hidden states for a peer: FORMAT=speculators_v1|speculators|specforge TO= (TRAINER=0.4.0 FROM=imports/NAME)
+	@eyas export-states $(call option,format,FORMAT) $(call option,to,TO) $(call option,trainer-version,TRAINER) \
+	  $(call option,from,FROM)
 import-states: $(READY) ## A peer's hidden states: FORMAT= FROM= TO= (BOUNDARIES=2,15,27 FINAL_HIDDEN= MAX_FAILED=)
 	@eyas import-states $(call option,format,FORMAT) $(call option,from,FROM) $(call option,to,TO) \
 	  $(call option,boundaries,BOUNDARIES) $(call option,final-hidden,FINAL_HIDDEN) $(call option,max-failed,MAX_FAILED)
+
+##@ Generations
+adopt: $(READY) ## Another program's folder under DVC, hashed once and linked: DIR= ENGINE=vllm (FORMAT= NOTE= NAME=)
+	$(STATE_HERE)
+	@eyas adopt $(JSON_FLAG) $(call option,dir,DIR) $(call option,engine,ENGINE) $(call option,format,FORMAT) \
+	  $(call option,note,NOTE) $(call option,name,NAME)
+train-from: $(READY) ## A drafter from an adopted or imported generation: GEN= (BOUNDARIES=2,15,27 FINAL_HIDDEN= MAX_FAILED=)
+	$(STATE_HERE)
+	@eyas train-from $(call quoted,GEN) $(call option,boundaries,BOUNDARIES) $(call option,final-hidden,FINAL_HIDDEN) \
+	  $(call option,max-failed,MAX_FAILED)
+retire: $(READY) ## Take a generation's name out of the workspace; deletes nothing: GEN=
+	@eyas retire $(JSON_FLAG) $(call quoted,GEN)
+keep: $(READY) ## Pin a generation against gc by a git tag: GEN= KEEP=
+	@eyas keep $(JSON_FLAG) $(call quoted,GEN) $(call quoted,KEEP)
 
 ##@ Quality
 check: $(READY_DEV) ## Format, lint, types, layers, spelling, workflows; under a minute

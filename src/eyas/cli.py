@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         help="TARGET, DATA, MACHINE or DRAFTER, and a file below conf/GROUP; a group left out takes its default",
     )
     _add(commands, "doctor", _doctor, "what this machine has, lacks and what to do about it")
+    _add(commands, "budget", _budget, "whether the planned capture fits this volume, and what would make it fit")
     guard = _add(commands, "guard", _guard, "look at the hidden states before a command of DVC's could wipe them")
     guard.add_argument("--force", action="store_true", help="go on although finished states would be deleted")
     guard.add_argument(
@@ -157,6 +158,15 @@ def _doctor(arguments: argparse.Namespace) -> int:
             if finding.hint:
                 console.emit(f"\nhint: {finding.name}: {finding.hint}")
     return 1 if any(finding.state == "problem" for finding in findings) else 0
+
+
+def _budget(arguments: argparse.Namespace) -> int:
+    from eyas.ops.budget import examine
+    from eyas.ops.budget_text import account_text, account_values
+
+    account = examine(Path())
+    console.emit(canonical_json(account_values(account)) if arguments.json else account_text(account))
+    return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:

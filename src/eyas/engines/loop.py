@@ -8,8 +8,9 @@ neither arrival order nor the points at which a run was killed show in the bytes
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +18,11 @@ from typing import TYPE_CHECKING
 
 from eyas import console, fs
 from eyas.contracts import (
-    BYTES_PER_MASK,
-    BYTES_PER_TOKEN_ID,
     CapturePlan,
     EngineFacts,
     FailedSample,
     PlannedShard,
+    ShardEntry,
     ShardManifest,
     TokenSample,
     payload_bytes,
@@ -30,8 +30,11 @@ from eyas.contracts import (
 from eyas.engines.base import Engine
 from eyas.engines.calibrate import Head, calibrate, stored_calibration
 from eyas.engines.checks import check_captured
-from eyas.errors import CaptureError, DiskError, StoreError
-from eyas.plan.budget import HEADER_BYTES_PER_SAMPLE, HEADER_BYTES_PER_SHARD, check_fits
+from eyas.errors import CaptureError, StoreError
+from eyas.plan.budget import Budget, Done, Need, Ratio, Reclaim, best_ratio
+from eyas.plan.remedies import check_fits
+from eyas.plan.volume import others, volume
+from eyas.plan.watch import Watch
 from eyas.shards.calibration import Calibration
 from eyas.shards.codecs import make_codec
 from eyas.shards.effect import Effect
@@ -53,6 +56,10 @@ class ExtractLimits:
     max_failed_samples: int
     cache_types: tuple[str, ...] = ()
     """DVC's ``cache.type``: a copying cache needs the disk twice."""
+    earlier_ratio: Ratio | None = None
+    """Of the codec, measured on states of an earlier capture of the same target and streams."""
+    reclaim: Callable[[], Reclaim] = Reclaim
+    """What could be deleted; asked only when the capture does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +89,12 @@ class _Run:
     num_tokens: int = 0
     work_s: float = 0.0
     failed: list[FailedSample] = field(default_factory=list)
+    pending: Future[FinishedShard] | None = None
+    """The shard that is with the writer."""
+
+    @property
+    def entries(self) -> list[ShardEntry]:
+        return [shard.entry for shard in self.done.values() if shard.entry is not None]
 
     @property
     def left(self) -> list[PlannedShard]:
@@ -129,9 +142,8 @@ def extract(
         num_resumed = len(run.done)
         with _account(run):
             if run.left:
-                done_bytes = sum(shard.entry.size_bytes for shard in run.done.values() if shard.entry is not None)
-                check_fits(plan, fs.free_bytes(spool.folder), limits.reserve_bytes, done_bytes, limits.cache_types)
-                _capture_shards(run)
+                found = _gate(run)
+                _capture_shards(run, Watch(spool.folder, limits.reserve_bytes, found.payload_ratio))
             manifest = _manifest(run, facts)
         spool.publish(manifest, out, manifest_path)
         return ExtractResult(
@@ -179,29 +191,6 @@ def _resume(
     return done
 
 
-def space_needed(shards: Sequence[PlannedShard]) -> int:
-    """Most bytes that planned shards can take on disk, headers included."""
-    samples = [sample for shard in shards for sample in shard.samples]
-    ids_bytes = sum(sample.num_tokens for sample in samples) * (BYTES_PER_TOKEN_ID + BYTES_PER_MASK)
-    headers = HEADER_BYTES_PER_SAMPLE * len(samples) + HEADER_BYTES_PER_SHARD * len(shards)
-    return sum(shard.payload_bytes for shard in shards) + ids_bytes + headers
-
-
-def check_space(shards: Sequence[PlannedShard], folder: Path, reserve_bytes: int) -> None:
-    """Check between shards that the next ones fit the volume of ``folder`` without touching the reserve.
-
-    Raises:
-        DiskError: They do not; needed, free and reserve are named.
-    """
-    needed, free = space_needed(shards), fs.free_bytes(folder)
-    if needed > free - reserve_bytes:
-        raise DiskError(
-            f"{len(shards):,} shards need {needed:,} bytes; {free:,} bytes are free and "
-            f"extract.reserve_bytes keeps {reserve_bytes:,} of them",
-            f"free space (`df -h {folder}` shows the volume), then run the same command again: it goes on from here",
-        )
-
-
 @contextlib.contextmanager
 def _account(run: _Run) -> Iterator[None]:
     """Say at the end, whatever it is, where every planned sample and token went."""
@@ -221,13 +210,28 @@ def _account(run: _Run) -> Iterator[None]:
         )
 
 
-def _capture_shards(run: _Run) -> None:
-    done_tokens = sum(s.entry.num_tokens for s in run.done.values() if s.entry is not None)
-    progress = console.Progress("extract", run.plan.num_tokens, done_tokens)
+def _gate(run: _Run) -> Budget:
+    """Ask before the engine opens whether all of it fits, as ``make budget`` does."""
+    need, folder = Need.of(run.plan), run.spool.folder
+    done = Done(num_shards=len(run.done), num_bytes=sum(entry.size_bytes for entry in run.entries))
+    found = Budget(
+        need=need,
+        ratio=best_ratio(need, done, sum(entry.num_tokens for entry in run.entries), run.limits.earlier_ratio),
+        free_bytes=fs.free_bytes(folder),
+        reserve_bytes=run.limits.reserve_bytes,
+        done=done,
+        cache_types=run.limits.cache_types,
+        free_files=volume(folder).free_files,
+    )
+    if found.fits:
+        return found
+    return check_fits(dataclasses.replace(found, reclaim=run.limits.reclaim()), others(folder))
+
+
+def _capture_shards(run: _Run, watch: Watch) -> None:
+    progress = console.Progress("extract", run.plan.num_tokens, sum(entry.num_tokens for entry in run.entries))
     run.failed = [sample for shard in run.done.values() for sample in shard.failed]
     start_s = time.perf_counter()
-    pending: Future[FinishedShard] | None = None
-    in_flight: list[PlannedShard] = []
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.closing(run.engine))
@@ -236,19 +240,14 @@ def _capture_shards(run: _Run) -> None:
             encoder = stack.enter_context(Encoder(make_codec(run.plan.capture.codec, _scales(run))))
             writer = stack.enter_context(ThreadPoolExecutor(1, "shard-writer"))
             for planned in run.left:
-                if not _fits([*in_flight, planned], run):
-                    # Part of the shard in flight is on the disk already: wait, then count exactly.
-                    _wait(run, pending)
-                    pending, in_flight = None, []
-                check_space([planned], run.spool.folder, run.limits.reserve_bytes)
-                assembly = _capture_shard(run, planned, encoder, progress)
-                _wait(run, pending)
-                pending, in_flight = writer.submit(_store, run.spool, assembly), [planned]
-            _wait(run, pending)
-            pending = None
+                assembly = _capture_shard(run, planned, encoder, watch, progress)
+                _wait(run)
+                watch.hand_over(planned)
+                run.pending = writer.submit(_store, run.spool, assembly, watch)
+            _wait(run)
     finally:
-        if pending is not None and pending.done() and pending.exception() is None:
-            _wait(run, pending)
+        if run.pending is not None and run.pending.done() and run.pending.exception() is None:
+            _wait(run)
         run.work_s = time.perf_counter() - start_s
         progress.close()
 
@@ -257,26 +256,35 @@ def _scales(run: _Run) -> torch.Tensor | None:
     return run.calibration.scales_ND if run.calibration else None
 
 
-def _fits(shards: Sequence[PlannedShard], run: _Run) -> bool:
-    return space_needed(shards) <= fs.free_bytes(run.spool.folder) - run.limits.reserve_bytes
+def _look(run: _Run, planned: PlannedShard, watch: Watch) -> None:
+    """Stop before a batch when the writer failed, or when what is in flight would touch the reserve."""
+    if run.pending is not None and (run.pending.done() or not watch.has_room(planned)):
+        # What is with the writer is expected to take so much; once it lies there, it is known.
+        _wait(run)
+    watch.check(planned)
 
 
-def _wait(run: _Run, pending: Future[FinishedShard] | None) -> None:
+def _wait(run: _Run) -> None:
     """Wait for the shard that is being written; its error becomes ours."""
-    if pending is not None:
+    if run.pending is not None:
+        pending, run.pending = run.pending, None
         finished = pending.result()
         run.done[finished.path] = finished
 
 
-def _store(spool: Spool, assembly: ShardAssembly) -> FinishedShard:
-    finished = assembly.write(spool.states)
+def _store(spool: Spool, assembly: ShardAssembly, watch: Watch) -> FinishedShard:
+    finished = assembly.write(spool.states, watch.write)
     spool.append(finished)
+    watch.writing_bytes = 0
     return finished
 
 
-def _capture_shard(run: _Run, planned: PlannedShard, encoder: Encoder, progress: console.Progress) -> ShardAssembly:
+def _capture_shard(
+    run: _Run, planned: PlannedShard, encoder: Encoder, watch: Watch, progress: console.Progress
+) -> ShardAssembly:
     assembly = ShardAssembly(planned, run.plan.capture, run.plan.hidden_size, run.tokens, encoder, _scales(run))
     for batch in planned.batches:
+        _look(run, planned, watch)
         samples = [run.tokens[sample.sample_id] for sample in batch]
         reasons = _collect(run, samples, assembly)
         for sample in (s for s in samples if s.sample_id in reasons):
@@ -294,8 +302,8 @@ def _capture_shard(run: _Run, planned: PlannedShard, encoder: Encoder, progress:
 
 
 def _note(run: _Run) -> str:
-    entries = [shard.entry for shard in run.done.values() if shard.entry is not None]
-    written, plan = sum(entry.size_bytes for entry in entries), run.plan
+    entries, plan = run.entries, run.plan
+    written = sum(entry.size_bytes for entry in entries)
     payload = payload_bytes(sum(entry.num_tokens for entry in entries), plan.hidden_size, plan.num_streams)
     ratio = f" ({written / payload:.2f} of bf16)" if payload else ""
     free = console.human_bytes(fs.free_bytes(run.spool.folder))

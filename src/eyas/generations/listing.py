@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,11 +28,13 @@ from eyas.generations.objects import Cache, scan_cache
 from eyas.generations.revisions import Revision, read_revisions
 from eyas.generations.snapshot import TrackedOut, TrackedStage
 from eyas.generations.trees import ADOPTED, RETIRED_HOME, STATES_NAME, NameTree, read_trees
-from eyas.plan.cache import file_system
+from eyas.plan.volume import file_system
 
 MIN_PREFIX = 6
 DRAFTER = "drafter"
 PLAN = Path("data/plan.json")
+PLAN_HEAD_BYTES = 1 << 16
+IDENTITY = re.compile(rb'"identity":\s*"([0-9a-f]{64})"')
 
 
 @dataclass(frozen=True)
@@ -84,14 +87,14 @@ def read_situation(root: Path, *, commits: bool = False) -> Situation:
 
 
 def _wanted(plan: Path) -> str:
-    """Identity of the plan; a plan of 600,000 samples is not parsed for one key."""
+    """Identity of the plan. Keys are sorted, so it stands at the beginning: a plan of 600,000 samples is not parsed."""
     try:
         with plan.open("rb") as handle:
-            head = handle.read(1 << 16)
-        value = json.loads(head) if len(head) < 1 << 16 else json.loads(plan.read_bytes())
-    except (OSError, ValueError):
+            head = handle.read(PLAN_HEAD_BYTES)
+    except OSError:
         return ""
-    return str(value.get("identity", "")) if isinstance(value, dict) else ""
+    found = IDENTITY.search(head)
+    return found[1].decode() if found else ""
 
 
 def list_generations(found: Situation) -> list[Generation]:

@@ -107,7 +107,8 @@ class Placer:
         self._into_cache: Way = ways[0]
         self._out_of_cache: Way = ways[1]
         self._cached = object_finder(root)
-        self._known = handover.known_md5s(root, [path for path in map(self._second, found.files) if path.exists()])
+        there = [path for path in map(self._second, found.files) if path.exists()]
+        self._known = handover.known_md5s(root, there) if there else {}
         self._touched: set[Path] = set()
         self._own: dict[str, set[int]] = {}
         for file in found.files:

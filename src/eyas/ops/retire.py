@@ -6,6 +6,7 @@ Neither deletes a byte. Retiring edits what git tracks (``dvc.lock``, or the ``.
 
 from __future__ import annotations
 
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from eyas.generations.trees import RETIRED_HOME
 from eyas.shards.handover import HOME, LOCK_NAME, RETIRED_MARK, SPOOL
 
 LOCK_SUFFIX = "dvc.lock"
+LINE = re.compile("[^\n\r\x85\u2028\u2029]*(?:\r\n|[\n\r\x85\u2028\u2029])|[^\n\r\x85\u2028\u2029]+\\Z")
+"""Lines as YAML counts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,18 +139,16 @@ def without_stage(lock: bytes, stage: str, file: str = LOCK_SUFFIX) -> bytes:
         ends = [document.lc.key(key)[0] for key in document]
     except (YAMLError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{file} has no entry of stage {stage}: {error!r}", f"`git diff {file}`") from None
-    lines = lock.splitlines(keepends=True)
-    if len(stages) == 1:
-        stages.clear()  # an empty mapping has another spelling: `stages: {}`
-        return _without_all(
-            lines, document.lc.key("stages")[0], min([e for e in ends if e > first], default=len(lines))
-        )
+    lines = LINE.findall(lock.decode())
+    head = lines[:first]
+    if len(stages) == 1:  # an empty mapping has another spelling
+        head = [*lines[: document.lc.key("stages")[0]], "stages: {}\n"]
     end = min([line for line in (*starts, *ends) if line > first], default=len(lines))
-    return b"".join(lines[:first] + lines[end:])
-
-
-def _without_all(lines: list[bytes], head: int, end: int) -> bytes:
-    return b"".join([*lines[:head], b"stages: {}\n", *lines[end:]])
+    left = "".join(head + lines[end:]).encode()
+    del stages[stage]
+    if YAML().load(left) != document:
+        raise StoreError(f"{file} is not laid out as DVC lays it out", f"dvc commit writes it anew; `git diff {file}`")
+    return left
 
 
 def keep(root: Path, name: str, pin: str) -> Kept:

@@ -21,13 +21,15 @@ from eyas.contracts import FinalHidden
 from eyas.errors import DataError, EyasError, StoreError
 from eyas.generations.listing import find
 from eyas.generations.trees import ADOPTED
+from eyas.ops.adopt_source import OTHER
 from eyas.plan.cache import locked_stage, read_yaml
 
 IMPORTS = Path("imports")
 PIPELINE = "dvc.yaml"
-OTHER = "other"
 TAKEN_OVER = ("train", "evaluate", "export")
 TARGET = "models/target.json"
+IGNORED = "/*/reports/\n"
+"""As the pipeline's own reports; what DVC keeps, it ignores by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +154,10 @@ def _write(root: Path, name: str, imported: dict[str, Any]) -> None:
         "outs": [f"{to}/draft_vocab"],
     }
     moved = {stage: {**_moved(stages[stage], to), "wdir": "../.."} for stage in TAKEN_OVER}
-    text = io.BytesIO()
-    YAML().dump({"stages": {"import": imported, "draft_vocab": vocab, **moved}}, text)
+    text, yaml = io.BytesIO(), YAML()
+    yaml.width = 1 << 16  # a command stays on its line
+    yaml.dump({"stages": {"import": imported, "draft_vocab": vocab, **moved}}, text)
+    fs.write_text(root / IMPORTS / ".gitignore", IGNORED)
     fs.write_bytes(root / IMPORTS / name / PIPELINE, text.getvalue())
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from eyas import fs
 from eyas.errors import DiskError, StoreError
+from eyas.plan.volume import holding, mounts
 
 SITE_CACHE = Path(".dvc/tmp/site")
 """Where ``make`` lets DVC keep its state: with the repository, out of git, gone only with ``.dvc/tmp``."""
-MOUNTS = Path("/proc/self/mountinfo")
 
 
 def settings(root: Path, section: str) -> dict[str, str]:
@@ -122,30 +122,10 @@ def check_links(root: Path) -> None:
     )
 
 
-def file_system(path: Path) -> tuple[str, str]:
-    """Kind and source of the file system that holds a path: ``xfs``, ``/dev/sdb``; ``?`` where nobody says."""
-    found = _mounted(path)
-    return found[1:] if found else ("?", "?")
-
-
 def _mount(path: Path) -> str:
     """The mount that holds a path: ``/data (ext4)``; bind mounts have no other mark than this list."""
-    found = _mounted(path)
-    if found is None:
-        resolved = path.resolve()
+    resolved, found = path.resolve(), mounts()
+    if not found:
         return f"device {resolved.stat().st_dev if resolved.exists() else '?'}"
-    return f"{found[0]} ({found[1]})"
-
-
-def _mounted(path: Path) -> tuple[str, str, str] | None:
-    """Mount point, kind and source."""
-    resolved = path.resolve()
-    try:
-        rows = [line.split() for line in MOUNTS.read_text().splitlines()]
-    except OSError:
-        return None
-    found = [
-        (row[4].replace("\\040", " "), row[(mark := row.index("-")) + 1], row[mark + 2]) for row in rows if "-" in row
-    ]
-    holding = [row for row in found if resolved.is_relative_to(row[0])]
-    return max(reversed(holding), key=lambda row: len(row[0]), default=None)
+    mount = holding(resolved, found)
+    return f"{mount.point} ({mount.kind})" if mount else "/ (?)"

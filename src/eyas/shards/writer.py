@@ -9,7 +9,7 @@ Letters: T tokens, A aux streams, D target hidden size.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,9 @@ from eyas.shards.format import (
 
 Blocks = Mapping[str, Sequence[memoryview]]
 """Pieces of every block by tensor name, in stored order."""
+Room = Callable[[int], None]
+"""Told how many bytes are still to be written, before the first one and then after every few MiB; raises to stop."""
+LOOK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,11 +127,11 @@ class ShardAssembly:
         num_tokens = len(self._tokens[sample_id].input_ids)
         self._failed[sample_id] = FailedSample(sample_id=sample_id, num_tokens=num_tokens, reason=reason)
 
-    def write(self, folder: Path) -> FinishedShard:
+    def write(self, folder: Path, room: Room | None = None) -> FinishedShard:
         """Write the shard below ``folder`` and give back the blocks' memory.
 
         Raises:
-            DiskError: The volume is full; nothing appears under the shard's name.
+            DiskError: The volume is full, or ``room`` says so; nothing appears under the shard's name.
         """
         assert not self.missing, self.missing
         samples = [self._tokens[s.sample_id] for s in self._planned.samples if s.sample_id in self._encoded]
@@ -136,7 +139,7 @@ class ShardAssembly:
         if samples:
             facts = shard_facts(self._capture, self._planned.path, self._hidden_size)
             rows = [self._encoded[sample.sample_id].rows.counts for sample in samples]
-            entry = write_shard(folder, facts, [stored_sample(s) for s in samples], rows, self._blocks(samples))
+            entry = write_shard(folder, facts, [stored_sample(s) for s in samples], rows, self._blocks(samples), room)
         self._encoded.clear()
         return FinishedShard(path=self._planned.path, entry=entry, failed=self.failed)
 
@@ -159,7 +162,12 @@ def token_blocks(sample: TokenSample) -> dict[str, list[memoryview]]:
 
 
 def write_shard(
-    folder: Path, facts: ShardFacts, samples: Sequence[StoredSample], rows: Sequence[Rows], blocks: Blocks
+    folder: Path,
+    facts: ShardFacts,
+    samples: Sequence[StoredSample],
+    rows: Sequence[Rows],
+    blocks: Blocks,
+    room: Room | None = None,
 ) -> ShardEntry:
     """Write a shard from blocks that are encoded already.
 
@@ -169,9 +177,10 @@ def write_shard(
         samples: In stored order.
         rows: Stored rows of each sample.
         blocks: Every block of the layout.
+        room: Looks whether the volume has room; nobody looks when None.
 
     Raises:
-        DiskError: The volume is full; nothing appears under the shard's name.
+        DiskError: The volume is full, or ``room`` says so; nothing appears under the shard's name.
     """
     sizes = {name: sum(piece.nbytes for piece in pieces) for name, pieces in blocks.items()}
     content = ShardContent(samples=tuple(samples), rows=tuple(rows), encoded_bytes=sizes)
@@ -183,7 +192,7 @@ def write_shard(
     # md5 and the disk take turns for no reason: both let go of the interpreter, so they run side by side.
     with ThreadPoolExecutor(1, "shard-md5") as hasher, fs.atomic_writer(folder / facts.shard) as handle:
         md5 = hasher.submit(_md5, buffers)
-        fs.write_all(handle, buffers)
+        fs.write_all(handle, buffers if room is None else _looking(buffers, room))
         digest = md5.result()
     return ShardEntry(
         path=facts.shard,
@@ -192,6 +201,17 @@ def write_shard(
         num_samples=len(samples),
         num_tokens=sum(sample.num_tokens for sample in samples),
     )
+
+
+def _looking(buffers: Sequence[memoryview], room: Room) -> Iterator[memoryview]:
+    """The buffers as they are written, with a look at the volume now and then."""
+    left_bytes = look_at = sum(buffer.nbytes for buffer in buffers)
+    for buffer in buffers:
+        if left_bytes <= look_at:
+            room(left_bytes)
+            look_at = left_bytes - LOOK_BYTES
+        yield buffer
+        left_bytes -= buffer.nbytes
 
 
 def _checksum(pieces: Sequence[memoryview]) -> str:

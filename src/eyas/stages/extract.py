@@ -14,8 +14,10 @@ from eyas.engines.loop import ExtractLimits, extract
 from eyas.engines.registry import make_engine
 from eyas.engines.summary import extract_table
 from eyas.errors import PlanError
+from eyas.plan.budget import Need, Reclaim
 from eyas.plan.build import build_plan
 from eyas.plan.cache import cache_types, check_links, hashes, locked_stage, object_finder
+from eyas.plan.earlier import earlier_ratio
 from eyas.plan.identity import capture_identity
 from eyas.shards.handover import HOME, LOCK_NAME, hand_over, settle
 from eyas.stages import common
@@ -36,11 +38,7 @@ def main(argv: Sequence[str]) -> None:
     _check_plan(params, target, plan, tokens_path)
     with common.stage_run("extract", [target_path, tokens_path, plan_path], [manifest_path]) as run:
         tokens = {sample.sample_id: sample for sample in iter_tokens(tokens_path)}
-        limits = ExtractLimits(
-            reserve_bytes=params.extract.reserve_bytes,
-            max_failed_samples=params.extract.max_failed_samples,
-            cache_types=cache_types(Path.cwd()),
-        )
+        limits = _limits(params, plan, Path.cwd(), manifest_path)
         check_links(Path.cwd())
         _settle(Path.cwd(), out, manifest_path)
         engine = _engine(params, target, plan)
@@ -52,6 +50,23 @@ def main(argv: Sequence[str]) -> None:
         if result.effect is not None:
             run.facts["effect"] = to_plain(result.effect)
     console.emit(extract_table(result, out))
+
+
+def _limits(params: Params, plan: CapturePlan, root: Path, manifest_path: Path) -> ExtractLimits:
+    """The figures by which ``make budget`` judged; what gc could free is asked only when it does not fit."""
+
+    def reclaim() -> Reclaim:
+        from eyas.generations.reclaim import reclaimable
+
+        return Reclaim.of(reclaimable(root), own=(plan.identity,))
+
+    return ExtractLimits(
+        reserve_bytes=params.extract.reserve_bytes,
+        max_failed_samples=params.extract.max_failed_samples,
+        cache_types=cache_types(root),
+        earlier_ratio=earlier_ratio(root, Need.of(plan), to_plain(plan.capture), manifest_path),
+        reclaim=reclaim,
+    )
 
 
 def _settle(root: Path, out: Path, manifest_path: Path) -> None:

@@ -11,7 +11,8 @@ from test_plan_build import capture, named
 
 from eyas import fs
 from eyas.errors import DiskError
-from eyas.plan.budget import budget, check_fits, peak_copies, stored_bytes
+from eyas.plan.budget import Done, budget, peak_copies, stored_bytes
+from eyas.plan.remedies import check_fits
 
 GB = 10**9
 
@@ -28,7 +29,7 @@ def test_too_many_samples_are_refused_with_how_many_fit():
     plan = big_model_plan()
     assert stored_bytes(plan) / 30_000 * 53 == pytest.approx(62 * GB, rel=0.001)
     with pytest.raises(DiskError) as caught:
-        check_fits(plan, free_bytes=63 * GB, reserve_bytes=1 * GB)
+        check_fits(budget(plan, free_bytes=63 * GB, reserve_bytes=1 * GB))
     assert "35,1" in caught.value.message
     assert "63.0 GB free, 1.0 GB in reserve" in caught.value.message
     assert "52 of 30,000 samples would" in caught.value.message
@@ -38,15 +39,18 @@ def test_too_many_samples_are_refused_with_how_many_fit():
 def test_exact_edge_of_the_disk():
     plan = big_model_plan()
     needed = stored_bytes(plan)
-    assert check_fits(plan, needed + 5, reserve_bytes=5).num_samples_that_fit == 30_000
+    assert check_fits(budget(plan, needed + 5, reserve_bytes=5)).num_samples_that_fit == 30_000
     with pytest.raises(DiskError):
-        check_fits(plan, needed + 4, reserve_bytes=5)
+        check_fits(budget(plan, needed + 4, reserve_bytes=5))
 
 
 def test_what_is_stored_is_not_needed_again():
     plan = big_model_plan()
     needed = stored_bytes(plan)
-    assert check_fits(plan, needed // 2 + 10, reserve_bytes=0, done_bytes=needed // 2).needed_bytes <= needed // 2 + 1
+    assert (
+        check_fits(budget(plan, needed // 2 + 10, reserve_bytes=0, done=Done(num_bytes=needed // 2))).needed_bytes
+        <= needed // 2 + 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,24 +60,24 @@ def test_copying_caches_need_the_disk_twice(types):
     """Case 21: payload over half of the free space; the hint names hardlink."""
     plan = big_model_plan()
     free = int(stored_bytes(plan) * 1.5)
-    assert check_fits(plan, free, 0, cache_types=("hardlink", "reflink", "copy")).fits
+    assert check_fits(budget(plan, free, 0, cache_types=("hardlink", "reflink", "copy"))).fits
     with pytest.raises(DiskError) as caught:
-        check_fits(plan, free, 0, cache_types=types)
+        check_fits(budget(plan, free, 0, cache_types=types))
     assert "twice" in caught.value.message
     assert caught.value.hint.endswith("`dvc config cache.type hardlink,reflink`")
-    assert check_fits(plan, 2 * stored_bytes(plan), 0, cache_types=types).copies == 2
+    assert check_fits(budget(plan, 2 * stored_bytes(plan), 0, cache_types=types)).copies == 2
 
 
 def test_a_copying_cache_is_not_blamed_when_nothing_would_fit():
     with pytest.raises(DiskError) as caught:
-        check_fits(big_model_plan(), 10 * GB, 0, cache_types=("copy",))
+        check_fits(budget(big_model_plan(), 10 * GB, 0, cache_types=("copy",)))
     assert "max_conversations" in caught.value.hint
 
 
 def test_no_sample_fits_and_none_is_not_the_advice():
     """0 would keep them all."""
     with pytest.raises(DiskError, match="0 of 30,000 samples would") as caught:
-        check_fits(big_model_plan(), free_bytes=GB, reserve_bytes=GB)
+        check_fits(budget(big_model_plan(), free_bytes=GB, reserve_bytes=GB))
     assert "max_conversations" not in caught.value.hint
     assert "free space" in caught.value.hint
 

@@ -50,12 +50,12 @@ class Case:
         self.home = root / ".eyas"
         self.spool = self.home / "spool" / self.plan.identity
 
-    def extract(self, engine: Engine | None = None, *, max_failed: int = 0, reserve_bytes: int = 0) -> ExtractResult:
+    def extract(self, engine: Engine | None = None, *, max_failed: int = 0, **limits) -> ExtractResult:
         return extract(
             self.plan,
             self.tokens,
             engine or fake_engine(),
-            ExtractLimits(reserve_bytes=reserve_bytes, max_failed_samples=max_failed),
+            ExtractLimits(max_failed_samples=max_failed, **{"reserve_bytes": 0, **limits}),
             out=self.out,
             manifest_path=self.manifest_path,
             home=self.home,
