@@ -30,7 +30,7 @@ from eyas.generations.objects import Cache, scan_cache
 from eyas.generations.revisions import Revision, read_revisions
 from eyas.generations.snapshot import TrackedOut, TrackedStage
 from eyas.generations.trees import ADOPTED, RETIRED_HOME, STATES_NAME, NameTree, read_trees
-from eyas.plan.cache import file_system
+from eyas.plan.volume import file_system
 
 MIN_PREFIX = 6
 DRAFTER = "drafter"

@@ -24,7 +24,7 @@ from eyas.generations import ledger
 from eyas.generations.trees import ADOPTED, ADOPTED_HOME, RETIRED_HOME
 from eyas.ops.adopt_hash import JOURNAL, hash_files
 from eyas.ops.adopt_place import PROTECTED, Placer, Way, check_unchanged, choose_ways
-from eyas.ops.adopt_source import FoundFolder, find_files, refuse_what_dvc_takes_otherwise
+from eyas.ops.adopt_source import OTHER, FoundFolder, find_files, refuse_what_dvc_takes_otherwise
 from eyas.plan.cache import cache_object, read_yaml
 from eyas.shards import handover
 from eyas.shards.handover import HOME, LOCK_NAME, StoredFile
@@ -32,7 +32,6 @@ from eyas.shards.handover import HOME, LOCK_NAME, StoredFile
 if TYPE_CHECKING:
     from eyas.ops.adopt_sample import Sampled
 
-OTHER = "other"
 FORMATS = ("speculators_v1", "speculators", "specforge", OTHER)
 MAX_THREADS = 8
 MAX_FINDINGS = 20

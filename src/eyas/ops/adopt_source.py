@@ -18,6 +18,8 @@ from eyas.generations.trees import ADOPTED
 from eyas.plan.cache import cache_dir
 from eyas.shards.handover import HOME
 
+OTHER = "other"
+"""Layout of files that are only hashed and kept: nothing is known of their content."""
 SHOWN = 5
 _OWN = (".git", ".dvc", HOME.as_posix(), ADOPTED.as_posix())
 

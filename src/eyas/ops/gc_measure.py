@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from eyas.generations.extents import Key
-from eyas.plan.cache import file_system
+from eyas.plan.volume import file_system
 
 SETTLE_S = 5.0
 """XFS and btrfs free in the background: so long is waited for promised bytes that are not there yet."""

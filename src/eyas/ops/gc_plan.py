@@ -148,11 +148,18 @@ def _snapshot(found: Situation, gone: Going, projects: Sequence[Path] | None) ->
             f"{n} {s.size_bytes} {s.device} {s.inode} {s.num_links}" for n, s in sorted(found.cache.objects.items())
         ],
         "removed": digest(sorted(gone.objects)),
-        "strays": [f"{path} {s.size_bytes} {s.device} {s.inode} {s.num_links}" for path, s in gone.strays.items()],
+        "strays": [
+            f"{_text(path)} {s.size_bytes} {s.device} {s.inode} {s.num_links}" for path, s in gone.strays.items()
+        ],
         "names": [
-            f"{n.path} {n.stat.size_bytes} {n.stat.inode} {n.stat.num_links} {n.stat.mtime_ns}"
+            f"{_text(n.path)} {n.stat.size_bytes} {n.stat.inode} {n.stat.num_links} {n.stat.mtime_ns}"
             for n in sorted(gone.names, key=lambda name: name.path)
         ],
         "cache": os.path.realpath(found.cache.folder),
         "projects": sorted(map(str, projects or ())),
     }
+
+
+def _text(path: str) -> str:
+    """A path as JSON can hold it, whatever bytes it has."""
+    return path.encode("utf-8", "backslashreplace").decode()

@@ -83,7 +83,7 @@ def _only_elsewhere(found: Situation, states: Sequence[GroupRow]) -> Iterator[st
         if name.startswith("refs/remotes/") or name == "refs/stash":
             target = repo.references[name].resolve().target
             tips.setdefault(str(target), name.removeprefix("refs/").removeprefix("remotes/"))
-    for row in states:
+    for row in states if tips else ():
         naming = {
             revision.commit
             for revision in found.revisions

@@ -21,11 +21,11 @@ from eyas.contracts import FinalHidden
 from eyas.errors import DataError, EyasError, StoreError
 from eyas.generations.listing import find
 from eyas.generations.trees import ADOPTED
+from eyas.ops.adopt_source import OTHER
 from eyas.plan.cache import locked_stage, read_yaml
 
 IMPORTS = Path("imports")
 PIPELINE = "dvc.yaml"
-OTHER = "other"
 TAKEN_OVER = ("train", "evaluate", "export")
 TARGET = "models/target.json"
 IGNORED = "/*/reports/\n"

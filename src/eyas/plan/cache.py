@@ -15,7 +15,7 @@ from typing import Any
 
 from eyas import fs
 from eyas.errors import DiskError, StoreError
-from eyas.plan.volume import Mount, mounts
+from eyas.plan.volume import holding, mounts
 
 SITE_CACHE = Path(".dvc/tmp/site")
 """Where ``make`` lets DVC keep its state: with the repository, out of git, gone only with ``.dvc/tmp``."""
@@ -122,22 +122,10 @@ def check_links(root: Path) -> None:
     )
 
 
-def file_system(path: Path) -> tuple[str, str]:
-    """Kind and source of the file system that holds a path: ``xfs``, ``/dev/sdb``; ``?`` where nobody says."""
-    found = _holding(path)
-    return (found.kind, found.source) if found else ("?", "?")
-
-
 def _mount(path: Path) -> str:
     """The mount that holds a path: ``/data (ext4)``; bind mounts have no other mark than this list."""
-    found = _holding(path)
-    if found is None:
-        resolved = path.resolve()
+    resolved, found = path.resolve(), mounts()
+    if not found:
         return f"device {resolved.stat().st_dev if resolved.exists() else '?'}"
-    return f"{found.point} ({found.kind})"
-
-
-def _holding(path: Path) -> Mount | None:
-    resolved = path.resolve()
-    holding = [one for one in mounts() if resolved.is_relative_to(one.point)]
-    return max(reversed(holding), key=lambda one: len(one.point), default=None)
+    mount = holding(resolved, found)
+    return f"{mount.point} ({mount.kind})" if mount else "/ (?)"

@@ -8,7 +8,7 @@ beyond them ends with EDQUOT, which stops a run as a full disk does.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +73,18 @@ def mounts() -> list[Mount]:
         is_writable = not {"ro"} & {*row[5].split(","), *options.split(",")}
         found.append(Mount(_plain(row[4]), kind, _plain(source), row[2], is_writable))
     return found
+
+
+def holding(path: Path, found: Iterable[Mount]) -> Mount | None:
+    """The mount that holds a resolved path; of several at one place the last."""
+    there = [mount for mount in found if path.is_relative_to(mount.point)]
+    return max(reversed(there), key=lambda mount: len(mount.point), default=None)
+
+
+def file_system(path: Path) -> tuple[str, str]:
+    """Kind and source of the file system that holds a path: ``xfs``, ``/dev/sdb``; ``?`` where nobody says."""
+    mount = holding(path.resolve(), mounts())
+    return (mount.kind, mount.source) if mount else ("?", "?")
 
 
 def _plain(text: str) -> str:

@@ -157,6 +157,7 @@ def _stop(*_: object) -> None:
     raise _StopError
 
 
+@pytest.mark.slow
 def test_a_torn_journal_is_gone_on_with(root: Path, old: Path) -> None:
     journal = root / ".eyas/adopted/old/journal.jsonl"
     adopt_other(root, old)
@@ -171,6 +172,7 @@ def test_a_torn_journal_is_gone_on_with(root: Path, old: Path) -> None:
 # ── contents that the cache has ───────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_equal_files_share_one_object(root: Path, tmp_path: Path) -> None:
     twins = make_folder(tmp_path / "twins", {"a": b"same", "b": b"same", "c": b"other"})
     done = adopt_other(root, twins)
@@ -194,6 +196,7 @@ def test_a_content_and_a_link_that_the_cache_has_already(root: Path, tmp_path: P
     assert is_clean(root, "mine.dvc")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [b"known CONTENT", b"short", b""])
 def test_a_damaged_object_is_replaced_by_the_whole_file(root: Path, tmp_path: Path, damage: bytes) -> None:
     """Case 85: neither a flipped nor a truncated object becomes the adopted content."""
@@ -283,6 +286,7 @@ def test_the_repository_and_its_own_folders_are_refused(root: Path, tmp_path: Pa
         refused(root, root / name, "keep for themselves")
 
 
+@pytest.mark.slow
 def test_what_git_or_dvc_tracks_is_refused(root: Path) -> None:
     make_folder(root / "tracked", {"f": b"x"})
     ok(root, "git", "add", "tracked")
@@ -294,6 +298,7 @@ def test_what_git_or_dvc_tracks_is_refused(root: Path) -> None:
             adopt_other(root, folder)
 
 
+@pytest.mark.slow
 def test_a_folder_of_the_repository_that_nobody_tracks_is_adopted(root: Path) -> None:
     make_folder(root / "data/old")
     adopt_other(root, root / "data/old")

@@ -88,6 +88,7 @@ def test_a_kill_at_any_change_of_the_file_system_costs_nothing(tmp_path: Path) -
     assert number > 30
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_at_once_and_keeps_what_was_hashed(root: Path, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "old", {"a": b"small"})
     with (folder / "z").open("wb") as handle:
@@ -110,7 +111,12 @@ def test_ctrl_c_stops_at_once_and_keeps_what_was_hashed(root: Path, tmp_path: Pa
 # ── writers ───────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("change", ["append", "rewrite", "replace", "add", "remove"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "change", ["rewrite", "add", *(pytest.param(c, marks=SLOW) for c in ("append", "replace", "remove"))]
+)
 def test_a_folder_that_is_written_to_is_refused(
     root: Path, old: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
@@ -228,6 +234,7 @@ def test_two_bind_mounts_of_one_file_system_are_two_mounts(root: Path, old: Path
     assert contents(old) == FILES
 
 
+@pytest.mark.slow
 def test_a_cache_on_another_file_system_is_refused(root: Path, old: Path, mount) -> None:
     """Case 89: links into a cache on a second mount are impossible."""
     cache = mount("-t", "tmpfs", "tmpfs")
@@ -236,6 +243,7 @@ def test_a_cache_on_another_file_system_is_refused(root: Path, old: Path, mount)
         adopt_other(root, old)
 
 
+@pytest.mark.slow
 def test_no_inode_left_is_a_full_disk_and_goes_on(mount) -> None:
     small = mount("-t", "tmpfs", "-o", "nr_inodes=220", "tmpfs")
     root, old = make_repository(small / "r"), make_folder(small / "old")
@@ -281,7 +289,7 @@ def test_a_full_disk_in_the_journal_keeps_what_was_hashed(tmp_path: Path, mount)
     assert {file.path: md5 for file, md5 in known.items()}.items() <= md5s.items()
 
 
-@pytest.mark.parametrize("kind", ["btrfs", "xfs"])
+@pytest.mark.parametrize("kind", ["btrfs", pytest.param("xfs", marks=pytest.mark.slow)])
 def test_reflinks_where_the_cache_says_so(tmp_path: Path, mount, kind: str) -> None:
     """Three inodes over one set of blocks: the folder keeps its modes, and the volume its free space."""
     volume = mount("-o", "loop", str(make_image(tmp_path / "image", kind, 320 << 20)))
@@ -301,6 +309,7 @@ def test_reflinks_where_the_cache_says_so(tmp_path: Path, mount, kind: str) -> N
     assert adopt_other(root, old).is_known
 
 
+@pytest.mark.slow
 def test_reflinks_across_bind_mounts_where_hardlinks_cannot(tmp_path: Path, mount) -> None:
     volume = mount("-o", "loop", str(make_image(tmp_path / "image", "btrfs", 200 << 20)))
     root = make_repository(volume / "r")

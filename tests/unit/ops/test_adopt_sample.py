@@ -11,7 +11,7 @@ from adopt_cases import contents, eyas, is_clean, make_repository
 
 sys.path.append(str(Path(__file__).parents[1] / "shards"))
 
-from layout_cases import LAYOUTS, World
+from layout_cases import QUICK_LAYOUTS, World
 
 from eyas import fs
 from eyas.errors import DataError
@@ -45,7 +45,7 @@ def adopt_it(world: World, folder: Path, layout: str = "") -> Adopted:
     return adopt(world.root, AdoptRequest(folder=folder, engine="vllm", layout=layout))
 
 
-@pytest.mark.parametrize(("layout", "version"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "version"), QUICK_LAYOUTS)
 def test_layout_and_facts_are_found(world: World, tmp_path: Path, layout: str, version: str) -> None:
     folder = exported(world, tmp_path, layout, version)
     done = adopt_it(world, folder)
@@ -67,6 +67,7 @@ def test_layout_and_facts_are_found(world: World, tmp_path: Path, layout: str, v
     assert is_clean(world.root, "adopted/peer.dvc")
 
 
+@pytest.mark.slow
 def test_an_export_of_ours_says_more(world: World, tmp_path: Path) -> None:
     done = adopt_it(world, exported(world, tmp_path, "speculators", "", keep_record=True))
     assert done.sampled["boundaries"] == [1, 2, 3]
@@ -87,6 +88,7 @@ def test_damaged_and_short_files_are_findings_not_obstacles(world: World, tmp_pa
     assert contents(folder) == before
 
 
+@pytest.mark.slow
 def test_a_folder_of_damage_alone_is_refused_unless_it_is_other(world: World, tmp_path: Path) -> None:
     folder = exported(world, tmp_path, "specforge", "")
     for path in folder.rglob("data_*.ckpt"):
@@ -97,6 +99,7 @@ def test_a_folder_of_damage_alone_is_refused_unless_it_is_other(world: World, tm
     assert adopt_it(world, folder, "other").sampled == {}
 
 
+@pytest.mark.slow
 def test_states_of_another_target_are_adopted_with_a_finding(world: World, tmp_path: Path) -> None:
     folder = exported(world, tmp_path, "speculators_v1", "0.3.0")
     path = folder / "data_config.json"

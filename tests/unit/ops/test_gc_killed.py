@@ -95,10 +95,11 @@ def check_end(project: Project, gone: str, kept: dict[str, bytes], promised: int
     assert event["promised_bytes"] == event["expected_bytes"] == promised
 
 
-def run_kills(tmp_path: Path, wanted: int, seed: int) -> int:
+def run_kills(tmp_path: Path, wanted: int, seed: int) -> tuple[int, int]:
+    """Kills that struck, and how many of them while something was being deleted."""
     project, gone, kept = prepared(tmp_path / "template")
     shutil.rmtree(tmp_path / "template/.dvc/tmp/site", ignore_errors=True)
-    rng, struck = random.Random(seed), 0
+    rng, struck, begun = random.Random(seed), 0, 0
     duration_s = 4.0
     while struck < wanted:
         # Same bytes, hard links and all; inodes are new, so the plan is made here.
@@ -114,18 +115,22 @@ def run_kills(tmp_path: Path, wanted: int, seed: int) -> int:
             try:
                 process.wait(rng.uniform(0.05, duration_s))
             except subprocess.TimeoutExpired:
-                struck += kill(process, with_dvc=rng.random() < 0.7)
+                hit = kill(process, with_dvc=rng.random() < 0.7)
+                struck += hit
+                begun += hit and (root / ".eyas/gc/intent.json").exists()
             else:
                 duration_s = 0.8 * duration_s + 0.2 * (time.monotonic() - began)
             assert unharmed(copy, kept)
         finish(copy, plan["plan_id"])
         check_end(copy, gone, kept, plan["freed_bytes"])
         shutil.rmtree(root)
-    return struck
+    return struck, begun
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_killed_at_a_hundred_moments(tmp_path):
     """SIGKILL at random moments, often several times in one gc, with DVC or leaving it orphaned."""
-    assert run_kills(tmp_path, 100, seed=0) >= 100
+    struck, begun = run_kills(tmp_path, 100, seed=0)
+    assert struck >= 100
+    assert begun >= 20

@@ -135,7 +135,7 @@ def test_objects_that_are_links_of_each_other(repository):
         os.link(repository.object_path(md5(data)), place)
     plan = plan_of(repository)
     assert set(plan.going.objects) - set(before.going.objects) == {f"dos2unix:{md5(data)}" for data in (old, new)}
-    assert plan.freed_bytes == before.freed_bytes
+    assert plan.freed_bytes == before.freed_bytes == sum(row.freed_bytes for row in plan.rows)
     assert plan.held.num_files == 0
     theirs = repository.gc_would_remove()
     assert {os.fspath(repository.object_path(md5(d), legacy=True)) for d in (old, new)} <= set(map(os.fspath, theirs))
@@ -186,6 +186,14 @@ def test_a_file_that_was_written_again_stays(repository):
     assert plan.going.changed == (f"{STATES}/shards-000/2.safetensors",)
     assert f"{STATES}/shards-000/2.safetensors" not in {one.path for one in plan.going.names}
     assert any("hold something else" in warning for warning in plan.warnings)
+
+
+def test_a_file_whose_object_is_lost_and_that_nobody_knows_stays(repository):
+    repository.publish(OLD)
+    repository.commit()
+    retire(repository)
+    repository.object_path(md5(OLD["shards-000/2.safetensors"])).unlink()
+    assert plan_of(repository).going.changed == (f"{STATES}/shards-000/2.safetensors",)
 
 
 def spool_of(repository, engine: str, *, is_retired: bool) -> str:

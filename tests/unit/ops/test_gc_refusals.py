@@ -134,6 +134,14 @@ def test_two_gcs_at_once(repository):
         collect(repository.root, plan.plan_id)
 
 
+def test_recorded_states_of_the_wanted_identity_are_no_reason(repository):
+    identity = json.loads((repository.root / MANIFEST).read_text())["identity"]
+    (repository.root / "data/plan.json").write_text(json.dumps({"identity": identity}))
+    plan = make_plan(repository.root, None)
+    assert not plan.refusals
+    assert repository.new not in plan.going.objects
+
+
 def test_retired_states_of_the_wanted_identity_may_go(repository):
     plan_unrecorded(repository)
     (repository.root / ".eyas/retired").mkdir(parents=True)

@@ -119,6 +119,7 @@ def test_dvcs_gc_deletes_what_was_retired_and_committed_and_nothing_pinned(root:
     assert locked(root)["extract"]["outs"][0]["md5"] in cached(root)
 
 
+@pytest.mark.slow
 def test_a_retired_adoption_comes_back_by_git_or_by_adopting_again(root: Path) -> None:
     text = (root / "adopted/old.dvc").read_bytes()
     done = retire(root, "old")
@@ -154,6 +155,7 @@ def test_nothing_is_retired_while_an_extraction_runs(root: Path) -> None:
         retire(root, "0123456789")
 
 
+@pytest.mark.slow
 def test_the_pin_is_on_the_newest_commit_that_names_it(root: Path) -> None:
     first, md5 = ok(root, "git", "rev-parse", "HEAD").strip(), locked(root)["extract"]["outs"][0]["md5"]
     (root / "note").write_text("x")
@@ -180,12 +182,14 @@ def capture_name(root: Path) -> str:
     return locked(root)["extract"]["outs"][0]["md5"][:10]
 
 
+@pytest.mark.slow
 def test_what_no_commit_names_cannot_be_pinned(root: Path) -> None:
     md5 = capture(root, "two")
     with pytest.raises(StoreError, match="no commit names"):
         keep(root, md5[:10], "two")
 
 
+@pytest.mark.slow
 def test_the_command_prints_json(root: Path) -> None:
     done = eyas(root, "retire", "old", "--json")
     assert json.loads(done.stdout)["edited"] == ["adopted/old.dvc"], done.stderr
