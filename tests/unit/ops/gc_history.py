@@ -74,8 +74,7 @@ class History:
         self.steps.append(f"generate {name[:6]} ({engine}, {len(files)} files)")
 
     def arrived(self, *values: Files | bytes) -> None:
-        for value in values:
-            self.model.objects |= objects_of(value)
+        self.model.objects.update(*map(objects_of, values))
 
     def git(self, *words: str) -> str:
         self.clock += 1
