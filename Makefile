@@ -45,7 +45,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help setup repro smoke params $(PIPELINE) status summary doctor budget verify repair bench-store reproduce check test test-slow lock clean
 
-.PHONY: export-states import-states
+.PHONY: scenario-pivot export-states import-states
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-14s %s\n",$$1,$$2}' Makefile
@@ -62,6 +62,8 @@ smoke: $(READY) ## The same pipeline at small size in .eyas/smoke, about three m
 	eyas smoke
 reproduce: $(READY) ## Run small twice from nothing and compare every hash
 	eyas reproduce
+scenario-pivot: $(READY) ## Another engine on a volume too small for both, in memory, two minutes: FROM=fake TO=hf
+	eyas scenario-pivot $(call option,from,FROM) $(call option,to,TO) $(if $(JSON),--json)
 
 ##@ Pipeline (each with what it needs before it)
 fetch: $(READY) ## The target, by source and hash
