@@ -47,9 +47,9 @@ export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup repro smoke params $(PIPELINE) status summary doctor budget verify repair bench-store reproduce check test test-slow lock clean
+.PHONY: help setup repro smoke params $(PIPELINE) status summary doctor verify repair bench-store reproduce check test test-slow lock clean
 
-.PHONY: export-states import-states generations gc-plan gc bench-gc adopt train-from retire keep
+.PHONY: budget generations gc-plan gc adopt train-from retire keep scenario-pivot export-states import-states bench-gc
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-14s %s\n",$$1,$$2}' Makefile
@@ -66,6 +66,8 @@ smoke: $(READY) ## The same pipeline at small size in .eyas/smoke, about three m
 	eyas smoke
 reproduce: $(READY) ## Run small twice from nothing and compare every hash
 	eyas reproduce
+scenario-pivot: $(READY) ## Another engine on a volume too small for both, in memory, two minutes: FROM=fake TO=hf
+	eyas scenario-pivot $(call option,from,FROM) $(call option,to,TO) $(if $(JSON),--json)
 
 ##@ Pipeline (each with what it needs before it)
 fetch: $(READY) ## The target, by source and hash

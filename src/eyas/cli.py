@@ -68,6 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     reproduce.add_argument(
         "--folder", type=Path, default=Path(".eyas/reproduce"), help="holds both copies (default: %(default)s)"
     )
+    pivot = _add(
+        commands, "scenario-pivot", _scenario_pivot, "from one engine to another on a volume that does not hold both"
+    )
+    pivot.add_argument("--from", dest="first", default="fake", help="engine whose states are in the way (%(default)s)")
+    pivot.add_argument("--to", dest="second", default="hf", help="engine that is wanted (%(default)s)")
     return parser
 
 
@@ -289,6 +294,19 @@ def _smoke(arguments: argparse.Namespace) -> int:
     run_small(Path(), arguments.folder)
     folder = arguments.folder
     console.emit(canonical_json(summary_values(folder)) if arguments.json else summary_text(folder))
+    return 0
+
+
+def _scenario_pivot(arguments: argparse.Namespace) -> int:
+    from eyas.ops.scenario import pivot_rows, run_pivot
+    from eyas.ops.transcript import DeviationError
+
+    try:
+        done = run_pivot(Path(), arguments.first, arguments.second)
+    except DeviationError as error:
+        console.log(f"error: {error}")
+        return 1
+    console.emit(canonical_json(done) if arguments.json else console.table(pivot_rows(done)))
     return 0
 
 
