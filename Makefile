@@ -47,9 +47,9 @@ export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup repro smoke params $(PIPELINE) status summary doctor verify repair bench-store reproduce check test test-slow lock clean
-
-.PHONY: budget generations gc-plan gc adopt train-from retire keep scenario-pivot export-states import-states bench-gc
+.PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary doctor verify repair \
+	budget generations retire keep gc-plan gc adopt train-from export-states import-states bench-store bench-gc \
+	check test test-slow lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-14s %s\n",$$1,$$2}' Makefile
@@ -67,7 +67,7 @@ smoke: $(READY) ## The same pipeline at small size in .eyas/smoke, about three m
 reproduce: $(READY) ## Run small twice from nothing and compare every hash
 	eyas reproduce
 scenario-pivot: $(READY) ## Another engine on a volume too small for both, in memory, two minutes: FROM=fake TO=hf
-	eyas scenario-pivot $(call option,from,FROM) $(call option,to,TO) $(if $(JSON),--json)
+	eyas scenario-pivot $(call option,from,FROM) $(call option,to,TO) $(JSON_FLAG)
 
 ##@ Pipeline (each with what it needs before it)
 fetch: $(READY) ## The target, by source and hash
@@ -95,21 +95,25 @@ summary: $(READY) ## The last results in one table
 	@eyas summary
 doctor: $(READY) ## What this machine has, lacks and what to do about it
 	@eyas doctor
-budget: $(READY) ## Does the planned capture fit this volume, and what would make it fit (JSON=1)
-	@eyas budget $(if $(JSON),--json)
 verify: $(READY) ## Read every artifact again; ARGS='--share 0.1 --max-mb-per-s 200'
 	@eyas verify $(ARGS)
 repair: $(READY) ## Restore damaged shards, or capture their samples again
 	@eyas repair
 
 ##@ Disk
+budget: $(READY) ## Does the planned capture fit this volume, and what would make it fit (JSON=1)
+	@eyas budget $(JSON_FLAG)
 generations: $(READY) ## Every version of the hidden states and what gc would free; ALL=1 JSON=1
-	@eyas generations $(if $(ALL),--all) $(if $(JSON),--json)
+	@eyas generations $(if $(value ALL),--all) $(JSON_FLAG)
+retire: $(READY) ## Take a generation's name out of the workspace; deletes nothing: GEN=
+	@eyas retire $(JSON_FLAG) $(call quoted,GEN)
+keep: $(READY) ## Pin a generation against gc by a git tag: GEN= KEEP=
+	@eyas keep $(JSON_FLAG) $(call quoted,GEN) $(call quoted,KEEP)
 gc-plan: $(READY) ## What nobody needs any more and what it would free; PROJECTS='/a /b'|none for a shared cache
-	@eyas gc-plan $(call option,projects,PROJECTS) $(if $(JSON),--json)
+	@eyas gc-plan $(call option,projects,PROJECTS) $(JSON_FLAG)
 gc: $(READY) ## Delete what a plan lists: CONFIRM=<id of gc-plan>; also goes on with an interrupted one
 	$(STATE_HERE)
-	@eyas gc $(call option,confirm,CONFIRM) $(if $(JSON),--json)
+	@eyas gc $(call option,confirm,CONFIRM) $(JSON_FLAG)
 
 ##@ Measure
 bench-store: $(READY) ## The store on the extracted states: bytes, speeds, kills, damage; reports/bench/*.json
@@ -120,14 +124,6 @@ bench-gc: $(READY) ## A gc on this volume: promised and measured bytes, a plan o
 	eyas bench gc
 
 ##@ Exchange
-export-states: $(READY) ## Hidden states for a peer: FORMAT=speculators_v1|speculators|specforge TO= (TRAINER=0.4.0 FROM=imports/NAME)
-	@eyas export-states $(call option,format,FORMAT) $(call option,to,TO) $(call option,trainer-version,TRAINER) \
-	  $(call option,from,FROM)
-import-states: $(READY) ## A peer's hidden states: FORMAT= FROM= TO= (BOUNDARIES=2,15,27 FINAL_HIDDEN= MAX_FAILED=)
-	@eyas import-states $(call option,format,FORMAT) $(call option,from,FROM) $(call option,to,TO) \
-	  $(call option,boundaries,BOUNDARIES) $(call option,final-hidden,FINAL_HIDDEN) $(call option,max-failed,MAX_FAILED)
-
-##@ Generations
 adopt: $(READY) ## Another program's folder under DVC, hashed once and linked: DIR= ENGINE=vllm (FORMAT= NOTE= NAME=)
 	$(STATE_HERE)
 	@eyas adopt $(JSON_FLAG) $(call option,dir,DIR) $(call option,engine,ENGINE) $(call option,format,FORMAT) \
@@ -136,10 +132,12 @@ train-from: $(READY) ## A drafter from an adopted or imported generation: GEN= (
 	$(STATE_HERE)
 	@eyas train-from $(call quoted,GEN) $(call option,boundaries,BOUNDARIES) $(call option,final-hidden,FINAL_HIDDEN) \
 	  $(call option,max-failed,MAX_FAILED)
-retire: $(READY) ## Take a generation's name out of the workspace; deletes nothing: GEN=
-	@eyas retire $(JSON_FLAG) $(call quoted,GEN)
-keep: $(READY) ## Pin a generation against gc by a git tag: GEN= KEEP=
-	@eyas keep $(JSON_FLAG) $(call quoted,GEN) $(call quoted,KEEP)
+export-states: $(READY) ## Hidden states for a peer: FORMAT=speculators_v1|speculators|specforge TO= (TRAINER=0.4.0 FROM=imports/NAME)
+	@eyas export-states $(call option,format,FORMAT) $(call option,to,TO) $(call option,trainer-version,TRAINER) \
+	  $(call option,from,FROM)
+import-states: $(READY) ## A peer's hidden states: FORMAT= FROM= TO= (BOUNDARIES=2,15,27 FINAL_HIDDEN= MAX_FAILED=)
+	@eyas import-states $(call option,format,FORMAT) $(call option,from,FROM) $(call option,to,TO) \
+	  $(call option,boundaries,BOUNDARIES) $(call option,final-hidden,FINAL_HIDDEN) $(call option,max-failed,MAX_FAILED)
 
 ##@ Quality
 check: $(READY_DEV) ## Format, lint, types, layers, spelling, workflows; under a minute
