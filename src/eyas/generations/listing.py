@@ -156,14 +156,20 @@ def _is_adopted(stage: TrackedStage, out: TrackedOut) -> bool:
 
 
 def _drafters(revisions: Iterable[Revision]) -> dict[str, tuple[str, ...]]:
-    """Hash of a generation → drafters trained from it."""
+    """Hash of a generation → drafters trained from it, or from what was imported from it."""
     found: dict[str, dict[str, None]] = {}
-    for revision in revisions:
-        for stage in revision.stages:
-            made = [out for out in stage.outs if out.path.rpartition("/")[2] == DRAFTER]
-            for path, name in stage.deps.items():
-                if made and path.rpartition("/")[2] == STATES_NAME:
-                    found.setdefault(name, {})[f"{made[0].path} {made[0].name[:10]}"] = None
+    sources: dict[str, set[str]] = {}
+    stages = [stage for revision in revisions for stage in revision.stages]
+    for stage in stages:
+        states = [out.name for out in stage.outs if out.path.rpartition("/")[2] == STATES_NAME]
+        adopted = {name for path, name in stage.deps.items() if path.startswith(f"{ADOPTED}/")}
+        for name in states if adopted else []:
+            sources.setdefault(name, set()).update(adopted)
+    for stage in stages:
+        made = [out for out in stage.outs if out.path.rpartition("/")[2] == DRAFTER]
+        read = {name for path, name in stage.deps.items() if path.rpartition("/")[2] == STATES_NAME}
+        for name in {*read, *(source for one in read for source in sources.get(one, ()))} if made else ():
+            found.setdefault(name, {})[f"{made[0].path} {made[0].name[:10]}"] = None
     return {name: tuple(drafters) for name, drafters in found.items()}
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import platformdirs
+
 from eyas import fs
 from eyas.errors import DiskError, StoreError
 from eyas.plan.volume import holding, mounts
@@ -22,14 +24,21 @@ SITE_CACHE = Path(".dvc/tmp/site")
 
 
 def settings(root: Path, section: str) -> dict[str, str]:
-    """One section of the repository's DVC settings, what is local over what is committed."""
+    """One section of DVC's settings: of the system, of the user, of the repository, local ones; later ones win."""
     found: dict[str, str] = {}
-    for name in ("config", "config.local"):
+    for path in (*_global_configs(), root / ".dvc/config", root / ".dvc/config.local"):
         parser = configparser.ConfigParser(interpolation=None)
-        parser.read(root / ".dvc" / name)
+        parser.read(path)
         if parser.has_section(section):
             found.update(parser[section])
     return {key: value.strip("\"'") for key, value in found.items()}
+
+
+def _global_configs() -> tuple[Path, Path]:
+    """Where DVC looks for settings of the system and of the user."""
+    system = os.environ.get("DVC_SYSTEM_CONFIG_DIR") or platformdirs.site_config_dir("dvc", "iterative")
+    user = os.environ.get("DVC_GLOBAL_CONFIG_DIR") or platformdirs.user_config_dir("dvc", "iterative")
+    return Path(system) / "config", Path(user) / "config"
 
 
 def cache_types(root: Path) -> tuple[str, ...]:

@@ -388,3 +388,29 @@ def test_the_hash_is_the_one_that_dvc_gives(repository):
     (one,) = listed(repository)
     assert (one.hash, one.kind, one.name, one.num_objects, one.stored_bytes) == (name, "adopted", "x", 4, 60)
     assert find(repository.root, "x").hash == name
+
+
+def test_a_drafter_trained_from_an_import_uses_the_adopted_generation(repository):
+    adopted = repository.put_folder({"hs_0.safetensors": b"x" * 50})
+    imported = repository.put_folder({"000/shard-00000.safetensors": b"y" * 60})
+    drafter = repository.put(b"weights")
+    entry = {"hash": "md5", "size": 50, "nfiles": 1}
+    repository.write_yaml("adopted/old.dvc", {"outs": [{"path": "old", "md5": adopted, **entry}]})
+    stages = {
+        "import": {"cmd": "true", "deps": ["adopted/old"], "outs": ["imports/old/hidden_states"]},
+        "train": {"cmd": "true", "deps": ["imports/old/hidden_states"], "outs": ["imports/old/drafter"]},
+    }
+    repository.write_yaml("imports/old/dvc.yaml", {"stages": {n: {**s, "wdir": "../.."} for n, s in stages.items()}})
+    states = {"path": "imports/old/hidden_states", "md5": imported, **entry}
+    locked = {
+        "import": {"cmd": "true", "deps": [{"path": "adopted/old", "md5": adopted, **entry}], "outs": [states]},
+        "train": {
+            "cmd": "true",
+            "deps": [states],
+            "outs": [{"path": "imports/old/drafter", "md5": drafter, "hash": "md5", "size": 7}],
+        },
+    }
+    repository.write_yaml("imports/old/dvc.lock", {"schema": "2.0", "stages": locked})
+    repository.commit()
+    found = {generation.hash: generation.used_by for generation in listed(repository)}
+    assert found[adopted] == found[imported] == (f"imports/old/drafter {drafter[:10]}",)

@@ -45,6 +45,24 @@ def test_local_settings_win(tmp_path):
     assert (cache_types(root), cache_dir(root)) == (("hardlink",), root / ".dvc" / "here")
 
 
+def test_settings_of_the_user_and_of_the_system_count_as_dvc_counts_them(tmp_path, monkeypatch):
+    for level, kind in (("SYSTEM", "copy"), ("GLOBAL", "symlink")):
+        (tmp_path / level).mkdir()
+        monkeypatch.setenv(f"DVC_{level}_CONFIG_DIR", str(tmp_path / level))
+        (tmp_path / level / "config").write_text(f"[cache]\n    type = {kind}\n    dir = {tmp_path}/{level}/cache\n")
+    (tmp_path / "project").mkdir()
+    subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=tmp_path / "project", check=True)
+    told = subprocess.run(
+        [sys.executable, "-m", "dvc", "cache", "dir"],
+        cwd=tmp_path / "project",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert str(cache_dir(tmp_path / "project")) == told.stdout.strip() == f"{tmp_path}/GLOBAL/cache"
+    assert cache_types(tmp_path / "project") == ("symlink",)
+
+
 def test_the_repository_itself_commits_by_links():
     assert cache_types(ROOT)[0] == "hardlink"
 
