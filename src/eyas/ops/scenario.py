@@ -40,6 +40,7 @@ WRONG_ID = "0123456789abcdef"
 OWN_OPTIONS = (
     "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "FROM", "TO", "ARGS", "FORCE", "JSON", "ALL", "GEN", "KEEP",
     "CONFIRM", "PROJECTS", "DIR", "ENGINE", "FORMAT", "NOTE", "NAME", "DVC_SITE_CACHE_DIR",
+    "TORCH",
 )  # fmt: skip
 """Of the make that called us; the commands here have their own."""
 
@@ -129,7 +130,7 @@ def _lend_packages(folder: Path) -> None:
         if not path.name.startswith(".ready"):
             (venv / path.name).symlink_to(path)
     makefile = (folder / "Makefile").read_text(encoding="utf-8")
-    torch = os.environ.get("TORCH") or makefile.partition("TORCH ?= ")[2].partition("\n")[0]
+    torch = makefile.partition("TORCH ?= ")[2].partition("\n")[0]
     (venv / f".ready-{torch}").touch()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -182,6 +183,22 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
+def quoted() -> list[str]:
+    """Lines of output that the runbook quotes from the scenario: its second chapter."""
+    chapter = (ROOT / "docs/runbook.md").read_text().partition("\n## The pivot")[2].partition("\n## ")[0]
+    blocks = re.findall(r"^```(sh)?\n(.*?)^```", chapter, re.DOTALL | re.MULTILINE)
+    return [line for language, block in blocks if not language for line in block.splitlines() if line]
+
+
+def alike(line: str) -> str:
+    """A line without what differs from run to run: figures, hashes, alignment."""
+    return re.sub(r"\s+", " ", re.sub(r"\b[0-9a-f]*\d[0-9a-f]*(?:[.,-]\d+)*", "#", line)).strip()
+
+
+def test_the_runbook_quotes_the_scenario() -> None:
+    assert len(quoted()) > 45
+
+
 @pytest.mark.slow
 @needs_namespace
 @pytest.mark.timeout(900)
@@ -200,6 +217,7 @@ def test_pivot_from_fake_to_hf(repository: Path) -> None:
     commands = ("make budget", "make generations", "make gc-plan", f"make gc CONFIRM={found['plan_id']}", "make train")
     assert [command for command in commands if f"$ {command}\n" not in told] == []
     assert list((repository / scenario.VOLUME).iterdir()) == []
+    assert [line for line in quoted() if alike(line) not in set(map(alike, told.splitlines()))] == []
 
 
 @pytest.mark.slow
