@@ -160,7 +160,7 @@ class History:
         base, outs = self.model.branches[self.model.head], dict(self.model.outs)
         self.generate()
         self.git("add", "-A")
-        self.git("commit", "-q", "-m", "experiment")
+        self.git("commit", "-q", "--allow-empty", "-m", "experiment")
         sha, name = self.repository.git("rev-parse", "HEAD"), f"refs/exps/{base[:2]}/{base[2:]}/e{self.clock}"
         self.git("update-ref", name, sha)
         self.model.experiments[name], self.model.commits[sha] = sha, dict(self.model.outs)
