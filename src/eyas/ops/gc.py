@@ -127,8 +127,8 @@ def _synced(places: Sequence[Path]) -> list[str]:
 
 def _refuse(listed: Sequence[Refusal]) -> None:
     if listed:
-        whats = "\n".join(f"  {refusal.what}" for refusal in listed)
-        raise EyasError(f"nothing was deleted:\n{whats}", listed[0].hint)
+        listed_lines = "\n".join(f"  {refusal.what}" for refusal in listed)
+        raise EyasError(f"nothing was deleted:\n{listed_lines}", listed[0].hint)
 
 
 def _compare(root: Path, plan: GcPlan) -> None:
