@@ -21,7 +21,7 @@ from eyas.canonical import to_plain
 from eyas.contracts import payload_bytes
 from eyas.errors import ConfigError, StoreError
 from eyas.generations import ledger
-from eyas.generations.trees import ADOPTED, ADOPTED_HOME, RETIRED_HOME
+from eyas.generations.trees import ADOPTED, ADOPTED_HOME, RETIRED_HOME, SOURCE, witness
 from eyas.ops.adopt_hash import JOURNAL, hash_files
 from eyas.ops.adopt_place import PROTECTED, Placer, Way, check_unchanged, choose_ways
 from eyas.ops.adopt_source import OTHER, FoundFolder, find_files, refuse_what_dvc_takes_otherwise
@@ -158,10 +158,11 @@ def _check_name(root: Path, name: str, found: FoundFolder) -> None:
             "take another name: NAME=",
         )
     # A journal that another folder left behind when its adoption was given up says nothing about this one.
-    source = home / "source.json"
+    source = home / SOURCE
     if source.is_file() and fs.read_json(source) != {"folder": str(found.path)}:
         shutil.rmtree(home)
-    fs.write_record(source, {"folder": str(found.path)})
+    if not source.is_file():
+        fs.write_record(source, {"folder": str(found.path)})
 
 
 def _sample(root: Path, found: FoundFolder, layout: str) -> Sampled | None:
@@ -217,8 +218,9 @@ def _register(root: Path, name: str, found: FoundFolder, files: list[StoredFile]
         fs.write_bytes(listed, handover.dir_object(files))
     listed.chmod(PROTECTED)
     handover.register(root, [(root / ADOPTED / name / file.path, file.md5, file.size_bytes) for file in files])
-    origin = {"generation": hashed, "folder": str(found.path), "files": found.files}
-    fs.write_record(root / ADOPTED_HOME / name / "origin.json", origin)
+    home = root / ADOPTED_HOME / name
+    origin = {"generation": hashed, "folder": str(found.path), "files": found.files, "witness": witness(home)}
+    fs.write_record(home / "origin.json", origin)
     return hashed
 
 

@@ -17,7 +17,7 @@ from eyas.generations import ledger
 from eyas.generations.generation import Generation
 from eyas.generations.listing import find
 from eyas.generations.revisions import PIN_PREFIX, Revision, read_revisions
-from eyas.generations.trees import RETIRED_HOME
+from eyas.generations.trees import RETIRED_HOME, mark_retired
 from eyas.shards.handover import HOME, LOCK_NAME, RETIRED_MARK, SPOOL
 
 LOCK_SUFFIX = "dvc.lock"
@@ -67,7 +67,7 @@ def retire(root: Path, name: str) -> Retired:
             edited = _mark_spool(root, generation)
         else:
             edited = _drop_names(root, generation)
-            _mark(root / RETIRED_HOME / generation.hash)
+            mark_retired(root, generation.hash)
         left = tuple(str(revision) for revision, _ in _naming(root, generation, commits=False) if revision.is_kept)
         event = {"event": "retire", "name": generation.name, "hash": generation.hash, "bytes": generation.stored_bytes}
         ledger.append(root, event | {"edited": edited, "named_by": left})
@@ -81,15 +81,11 @@ def retire(root: Path, name: str) -> Retired:
     )
 
 
-def _mark(path: Path) -> None:
-    fs.write_bytes(path, b"")
-
-
 def _mark_spool(root: Path, generation: Generation) -> list[str]:
     folder = root / HOME / SPOOL / generation.facts.identity
     if not folder.is_dir():
         raise StoreError(f"{folder} is gone", "`make generations` lists what is there now")
-    _mark(folder / RETIRED_MARK)
+    fs.write_bytes(folder / RETIRED_MARK, b"")
     return [(folder / RETIRED_MARK).relative_to(root).as_posix()]
 
 
@@ -177,7 +173,7 @@ def keep(root: Path, name: str, pin: str) -> Kept:
             f"tag {tag} is on {there[:10]} already", "take another name: KEEP=, or remove it: git tag -d " + tag
         )
     if not there:
-        done = _git(root, "tag", tag, newest.commit)
+        done = _git(root, "tag", "--no-sign", tag, newest.commit)
         if done.returncode:
             raise EyasError(f"git tag failed: {done.stderr.strip()}", "`git status` shows what git is busy with")
         (root / RETIRED_HOME / generation.hash).unlink(missing_ok=True)
