@@ -145,8 +145,8 @@ def _adopted(root: Path, home: Path) -> list[NameTree]:
         unchanged = {str(file["path"]): (int(file["inode"]), int(file["mtime_ns"])) for file in value["files"]}
     except (KeyError, TypeError, ValueError):
         return []
-    if value.get("witness") != witness(home):
-        unchanged = {}
+    if value.get("witness") != witness(home) or os.path.realpath(origin) != os.fspath(origin):
+        unchanged = {}  # noted by the repository that this is a copy of; or moved, and a link put in its place
     trees = []
     places: tuple[tuple[TreeKind, Path], ...] = (("adopted", root / ADOPTED / home.name), ("origin", origin))
     for kind, folder in places:

@@ -149,6 +149,12 @@ def _check_name(root: Path, name: str, found: FoundFolder) -> None:
             f"name {name!r}, expected letters, digits, '_', '.' and '-', and not only hexadecimal digits",
             "give another one: NAME=vllm_2024",
         )
+    ignored = _dvc_file(root, name).relative_to(root)
+    if subprocess.run(["git", "check-ignore", "-q", ignored], cwd=root, check=False).returncode == 0:
+        raise StoreError(
+            f"git's rules pass over {ignored}: DVC would not see it, and gc would take its files for unused",
+            f"`git check-ignore -v {ignored}` names the rule; `!{ignored}` after it takes the file out",
+        )
     home = root / ADOPTED_HOME / name
     origin = fs.read_json(home / "origin.json") if (home / "origin.json").is_file() else None
     if origin is None and _dvc_file(root, name).exists():

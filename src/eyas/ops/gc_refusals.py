@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from eyas import fs
 from eyas.generations.listing import Situation
-from eyas.generations.trees import is_retired
+from eyas.generations.snapshot import LOCK, PIPELINE
+from eyas.generations.trees import ADOPTED, is_retired
 from eyas.plan.cache import cache_dir, settings
 from eyas.plan.volume import holding, mounts
 from eyas.shards.handover import HOME, LOCK_NAME
@@ -24,6 +25,10 @@ UNFINISHED = (
     ("REVERT_HEAD", "revert"),
 )
 NO_PROJECTS = "none"
+NOTES_BYTES = 1 << 20
+"""That DVC's state, its locks and the lock's own text take, with room to spare (measured: 256 kB)."""
+NOTES_BYTES_A_NAME = 300
+"""Of the plan and of the intent, in which every object and name stands once."""
 
 
 class Refusal(NamedTuple):
@@ -43,10 +48,12 @@ def refusals(found: Situation, projects: Sequence[Path] | None, *, is_locked: bo
     """
     root = found.root
     listed = [] if is_locked else list(_running(root))
+    listed += _room(found)
     if not (root / "dvc.lock").exists():
         listed.append(Refusal("dvc.lock is missing: DVC would take every output for unused", "git checkout dvc.lock"))
     listed += _git_state(root)
     listed += _uncommitted(root)
+    listed += _passed_over(root)
     listed += [Refusal(problem, _mend(problem)) for problem in found.kept.problems]
     listed += _unrecorded(found)
     if projects is None:
@@ -59,6 +66,20 @@ def refusals(found: Situation, projects: Sequence[Path] | None, *, is_locked: bo
 def _running(root: Path) -> Iterator[Refusal]:
     if holder := fs.lock_holder(root / HOME / LOCK_NAME):
         yield Refusal(f"{root / HOME / LOCK_NAME} is locked by {holder}", "wait for it, or stop that process")
+
+
+def _room(found: Situation) -> Iterator[Refusal]:
+    """A gc writes down what goes before anything does; so a disk that is full to the last byte stands in its way."""
+    stat = os.statvfs(found.root)
+    free_bytes = (stat.f_bavail if os.geteuid() else stat.f_bfree) * stat.f_frsize
+    num_names = len(found.cache.objects) + sum(len(tree.files) for tree in found.trees)
+    needed_bytes = NOTES_BYTES + NOTES_BYTES_A_NAME * num_names
+    if free_bytes < needed_bytes:
+        yield Refusal(
+            f"{free_bytes:,} bytes are free on this volume, and gc writes up to {needed_bytes:,} before it deletes: its "
+            "list, DVC's state",
+            "move or delete so much by hand (`du -xahd2 . | sort -h` shows what is small), then the same command",
+        )
 
 
 def _git_state(root: Path) -> Iterator[Refusal]:
@@ -77,7 +98,16 @@ def _git_state(root: Path) -> Iterator[Refusal]:
 def _uncommitted(root: Path) -> Iterator[Refusal]:
     """Files that say what is in use, changed and not committed: a mistake in them costs what they no longer name."""
     globs = ("dvc.yaml", "dvc.lock", "*.dvc", "params.yaml")
-    command = ["git", "status", "--porcelain", "-z", "--untracked-files=all", "--no-renames", "--"]
+    command = [
+        "git",
+        "--no-optional-locks",
+        "status",
+        "--porcelain",
+        "-z",
+        "--untracked-files=all",
+        "--no-renames",
+        "--",
+    ]
     patterns = [pattern for glob in globs for pattern in (glob, f":(glob)**/{glob}")]
     done = subprocess.run([*command, *patterns], cwd=root, capture_output=True, check=False)
     if done.returncode:
@@ -89,6 +119,19 @@ def _uncommitted(root: Path) -> Iterator[Refusal]:
         yield Refusal(
             f"not committed: {named}; gc would delete what an unfinished edit no longer names",
             "`git diff` shows it; `git commit` it, or `git checkout` it",
+        )
+
+
+def _passed_over(root: Path) -> Iterator[Refusal]:
+    """Files of DVC's that git ignores: DVC does not read those either, and what they name would go."""
+    files = [path for path in (root / PIPELINE, root / LOCK, *(root / ADOPTED).glob("*.dvc")) if path.exists()]
+    names = [path.relative_to(root).as_posix() for path in files]
+    command, listed = ["git", "check-ignore", "-z", "--stdin"], "\0".join(names).encode()
+    done = subprocess.run(command, cwd=root, input=listed, capture_output=True, check=False)
+    for name in filter(None, done.stdout.decode("utf-8", "replace").split("\0")):
+        yield Refusal(
+            f"{name} is passed over by git's rules: DVC does not see it, and what it names would go",
+            f"`git check-ignore -v {name}` names the rule; take the file out of it (`!{name}`) and commit, or remove it",
         )
 
 

@@ -6,7 +6,9 @@ Neither deletes a byte. Retiring edits what git tracks (``dvc.lock``, or the ``.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shlex
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +23,8 @@ from eyas.generations.trees import RETIRED_HOME, mark_retired
 from eyas.shards.handover import HOME, LOCK_NAME, RETIRED_MARK, SPOOL
 
 LOCK_SUFFIX = "dvc.lock"
-LINE = re.compile("[^\n\r\x85\u2028\u2029]*(?:\r\n|[\n\r\x85\u2028\u2029])|[^\n\r\x85\u2028\u2029]+\\Z")
-"""Lines as YAML counts them."""
+LINES = tuple(re.compile(f"[^{ends}]*(?:\r\n|[{ends}])|[^{ends}]+\\Z") for ends in ("\n\r", "\n\r\x85\u2028\u2029"))
+"""A line as YAML 1.2 counts it, and as YAML 1.1 does: parsers differ, also from one version to the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,8 @@ class Retired:
     """Branches, tags and experiments that still do, and so keep it."""
     freed_bytes: int
     """What gc frees once nothing keeps it."""
+    is_committed: bool
+    """Whether a commit names it, so that git can bring its name back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,7 @@ def retire(root: Path, name: str) -> Retired:
         edited=tuple(edited),
         named_by=left,
         freed_bytes=generation.freed_bytes,
+        is_committed=any(name != "workspace" for name in generation.named_by),
     )
 
 
@@ -135,16 +140,18 @@ def without_stage(lock: bytes, stage: str, file: str = LOCK_SUFFIX) -> bytes:
         ends = [document.lc.key(key)[0] for key in document]
     except (YAMLError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{file} has no entry of stage {stage}: {error!r}", f"`git diff {file}`") from None
-    lines = LINE.findall(lock.decode())
-    head = lines[:first]
-    if len(stages) == 1:  # an empty mapping has another spelling
-        head = [*lines[: document.lc.key("stages")[0]], "stages: {}\n"]
-    end = min([line for line in (*starts, *ends) if line > first], default=len(lines))
-    left = "".join(head + lines[end:]).encode()
+    end = min((line for line in (*starts, *ends) if line > first), default=None)
+    only_at = document.lc.key("stages")[0] if len(stages) == 1 else None
     del stages[stage]
-    if YAML().load(left) != document:
-        raise StoreError(f"{file} is not laid out as DVC lays it out", f"dvc commit writes it anew; `git diff {file}`")
-    return left
+    for line in LINES:
+        lines = line.findall(lock.decode())
+        # An empty mapping has another spelling.
+        head = lines[:first] if only_at is None else [*lines[:only_at], "stages: {}\n"]
+        left = "".join(head + (lines[end:] if end is not None else [])).encode()
+        with contextlib.suppress(YAMLError):
+            if YAML().load(left) == document:
+                return left
+    raise StoreError(f"{file} is not laid out as DVC lays it out", f"dvc commit writes it anew; `git diff {file}`")
 
 
 def keep(root: Path, name: str, pin: str) -> Kept:
@@ -198,8 +205,11 @@ def retired_text(done: Retired) -> str:
     else:
         lines.append(f"nothing else keeps it: gc frees {size}")
     files = [file for file in done.edited if not file.startswith(f"{HOME}/")]
+    if files and done.is_committed:
+        undo = f"git checkout {shlex.join(files)}"
+    else:
+        again = "`make adopt` again" if done.kind == "adopted" else "`make extract` records what lies there"
+        undo = f"no commit ever named it, so git cannot; {again}"
     if files:
-        lines.append(
-            f"undo: git checkout {' '.join(files)}    go on: git commit -am 'retire {done.name}', make gc-plan"
-        )
+        lines.append(f"undo: {undo}    go on: git commit -am 'retire {done.name}', make gc-plan")
     return "\n".join(lines)

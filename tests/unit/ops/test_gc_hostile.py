@@ -9,15 +9,17 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from gc_cases import mounted
 
 from eyas.errors import StoreError
+from eyas.generations import ledger
 from eyas.generations.listing import list_generations, read_situation
 from eyas.ops import gc, gc_measure
 from eyas.ops.adopt import AdoptRequest, adopt
 from eyas.ops.gc import collect
 from eyas.ops.gc_intent import PLANS, read_plan, write_plan
 from eyas.ops.gc_plan import GcPlan, make_plan, parse_projects
-from eyas.ops.retire import keep, retire
+from eyas.ops.retire import keep, retire, retired_text
 from states_repository import MANIFEST, STATES, StatesRepository
 
 FIRST, SECOND = ({f"{i}.safetensors": bytes([i + seed]) * 5000 for i in range(3)} for seed in (1, 100))
@@ -239,3 +241,63 @@ def test_objects_of_a_name_twice(repository, tmp_path):
     repository.commit("one of them")
     assert make_plan(repository.root, None).is_empty
     assert listed(tmp_path / "old") == ["a", "b"]
+
+
+def test_a_disk_that_is_full_to_the_last_byte(tmp_path):
+    """The plan says how little room is lacking; with so much, gc frees the rest."""
+    with mounted(tmp_path / "volume", "tmpfs", 16) as point:
+        full = StatesRepository(point / "repo")
+        full.put(b"rubbish" * 100_000)
+        full.publish(FIRST)
+        full.commit("first")
+        stat = os.statvfs(point)
+        (point / "ballast").write_bytes(bytes(2 << 20))
+        (point / "fill").write_bytes(bytes((stat.f_bfree * stat.f_frsize - (2 << 20)) // 4096 * 4096))
+        (refusal,) = make_plan(full.root, None).refusals
+        assert refusal.what.startswith("0 bytes are free on this volume, and gc writes up to 1,0")
+        (point / "ballast").unlink()
+        plan = make_plan(full.root, None)
+        write_plan(full.root, plan.plan_id, plan.projects, plan.snapshot)
+        assert collect(full.root, plan.plan_id)["expected_bytes"] == 700_416
+
+
+def test_an_adopted_folder_that_was_moved_and_linked(repository, tmp_path):
+    """The link leads to the very files, but who moved them wanted them kept."""
+    adopted(repository, tmp_path / "old", "mine")
+    (tmp_path / "old").rename(tmp_path / "precious")
+    (tmp_path / "old").symlink_to("precious")
+    collect(repository.root, given_up(repository, "mine").plan_id)
+    assert listed(tmp_path / "precious") == ["a", "b"]
+
+
+def test_an_adoption_that_git_passes_over(repository, tmp_path):
+    """DVC reads no file that git ignores: what it names would go, and the folder it came from."""
+    adopted(repository, tmp_path / "old", "mine")
+    (repository.root / ".gitignore").write_text("/data\n/.eyas\n*.dvc\n")
+    with pytest.raises(StoreError, match="rules pass over adopted/other"):
+        adopted(repository, tmp_path / "other", "other")
+    repository.git("rm", "-q", "--cached", "adopted/mine.dvc")
+    repository.commit("no .dvc files")
+    (refusal,) = make_plan(repository.root, None).refusals
+    assert refusal.what.startswith("adopted/mine.dvc is passed over by git's rules")
+
+
+def test_the_way_back_from_a_retirement_that_git_does_not_know(repository):
+    assert "undo: git checkout dvc.lock" in retired_text(retire(repository.root, repository.first[:10]))
+    repository.git("checkout", "-q", "dvc.lock")
+    second = repository.publish(SECOND, engine="sglang")
+    text = retired_text(retire(repository.root, second[:10]))
+    assert "no commit ever named it" in text
+    assert "git checkout dvc.lock" not in text
+
+
+def test_a_ledger_of_rubbish_stops_nothing(repository):
+    repository.put(b"rubbish")
+    (repository.root / ".eyas").mkdir()
+    (repository.root / ".eyas/ledger.jsonl").write_bytes(b"\xff\n[1]\n" + b"[" * 100_000 + b'\n{"event": "gc"')
+    plan = make_plan(repository.root, None)
+    write_plan(repository.root, plan.plan_id, plan.projects, plan.snapshot)
+    event = collect(repository.root, plan.plan_id)
+    assert [told for told in ledger.read(repository.root) if told.get("plan_id") == plan.plan_id][-1]["run"] == event[
+        "run"
+    ]

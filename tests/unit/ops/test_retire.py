@@ -233,3 +233,10 @@ def test_one_entry_goes_and_every_other_byte_stays(stages: dict, draw, has_schem
 def test_what_is_no_lock_is_refused(lock: bytes) -> None:
     with pytest.raises(StoreError, match="no entry of stage extract"):
         without_stage(lock, "extract")
+
+
+@pytest.mark.parametrize("sign", ["\x85", "\u2028", "\u2029"])
+def test_a_sign_that_ends_lines_for_some(sign: str) -> None:
+    lock = f"schema: '2.0'\nstages:\n  a:\n    cmd: 'x{sign}  y'\n  b:\n    cmd: z\n"
+    assert without_stage(lock.encode(), "b").decode() == lock.removesuffix("  b:\n    cmd: z\n")
+    assert YAML(typ="safe").load(without_stage(lock.encode(), "a"))["stages"] == {"b": {"cmd": "z"}}
