@@ -308,6 +308,9 @@ def adopted_rows(done: Adopted) -> list[tuple[str, object]]:
         rows.append(("twice", f"{console.human_bytes(done.shared_bytes)} whose content another file holds too"))
     if done.num_named_elsewhere:
         rows.append(("warning", f"{done.num_named_elsewhere:,} files have names elsewhere; gc cannot free those"))
+    owner = next((path for path in Path(done.folder).parents if (path / ".dvc").is_dir()), Path.cwd())
+    if owner != Path.cwd():
+        rows.append(("warning", f"it lies in {owner}, a repository of DVC's: once retired, gc deletes it there too"))
     if done.num_empty_folders:
         rows.append(("left", f"{done.num_empty_folders:,} empty folders: DVC knows files only"))
     return [*rows, ("next", f"git add {ADOPTED} && git commit")]

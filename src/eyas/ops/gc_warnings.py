@@ -52,10 +52,11 @@ def warnings(found: Situation, gone: Going, listed: Sequence[GroupRow]) -> Itera
     if not (gone.objects or gone.names):
         return
     states = [row for row in listed if row.hash]
-    if states and not remotes(found.root):
+    has_remote = bool(remotes(found.root))
+    if states and not has_remote:
         yield "DVC has no remote: for what goes, this is the only copy"
     for row in states:
-        if row.num_pushed is not None and row.num_pushed < row.num_objects:
+        if has_remote and row.num_pushed is not None and row.num_pushed < row.num_objects:
             missing = row.num_objects - row.num_pushed
             yield f"{row.title}: {missing:,} of {row.num_objects:,} objects are in no remote that answers"
         if not row.last_named_by and row.kind != "spool":

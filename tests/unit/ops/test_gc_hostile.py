@@ -15,7 +15,7 @@ from eyas.errors import StoreError
 from eyas.generations import ledger
 from eyas.generations.listing import list_generations, read_situation
 from eyas.ops import gc, gc_measure
-from eyas.ops.adopt import AdoptRequest, adopt
+from eyas.ops.adopt import AdoptRequest, adopt, adopted_rows
 from eyas.ops.gc import collect
 from eyas.ops.gc_intent import PLANS, read_plan, write_plan
 from eyas.ops.gc_plan import GcPlan, make_plan, parse_projects
@@ -301,3 +301,21 @@ def test_a_ledger_of_rubbish_stops_nothing(repository):
     assert [told for told in ledger.read(repository.root) if told.get("plan_id") == plan.plan_id][-1]["run"] == event[
         "run"
     ]
+
+
+def test_a_folder_of_another_repository_is_adopted_with_a_warning(repository, tmp_path, monkeypatch):
+    """gc would delete that one's names for its own states, and free little: its cache has the same files."""
+    other = StatesRepository(tmp_path / "other")
+    other.publish(SECOND)
+    monkeypatch.chdir(repository.root)
+    request = AdoptRequest(folder=other.root / STATES, engine="vllm", layout="other", name="theirs")
+    told = [str(value) for name, value in adopted_rows(adopt(repository.root, request)) if name == "warning"]
+    assert any(f"it lies in {other.root}, a repository of DVC's" in text for text in told)
+
+
+def test_without_a_remote_one_warning_is_enough(repository):
+    for seed in (50, 60):
+        repository.publish({"0.safetensors": bytes([seed]) * 4000}, engine=f"e{seed}")
+        repository.commit(f"{seed}")
+    about_copies = [w for w in make_plan(repository.root, None).warnings if "remote" in w]
+    assert about_copies == ["DVC has no remote: for what goes, this is the only copy"]
