@@ -14,7 +14,7 @@ from eyas.errors import EyasError
 PLAIN_PROGRESS_EVERY_S = 15.0
 FILE_SYSTEM_FAULTS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOTDIR, errno.EISDIR,
-    errno.EEXIST, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE,
+    errno.EEXIST, errno.EMLINK, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE,
 )  # fmt: skip
 """What permissions, mounts, disks and odd paths cause, wherever a file is touched; never a fault of ours."""
 
@@ -30,8 +30,8 @@ def emit(text: str) -> None:
 
 
 def table(rows: Sequence[Sequence[object]], headers: Sequence[str] | None = None) -> str:
-    """Align rows in columns: numbers to the right, text to the left."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    """Align rows in columns: numbers to the right, text to the left; a cell of several lines becomes one."""
+    cells = [[" ".join(str(cell).splitlines()) for cell in row] for row in rows]
     if headers:
         cells.insert(0, list(headers))
     if not cells:

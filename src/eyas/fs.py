@@ -327,4 +327,5 @@ def lock_holder(path: Path) -> str:
 
 def _holder(what: str) -> str:
     since, command = time.strftime("%Y-%m-%d %H:%M:%S"), shlex.join(sys.orig_argv)[:LOCK_COMMAND_CHARS]
-    return f"{what}, pid {os.getpid()}, since {since}, on {socket.gethostname()}: {command}"
+    holder = f"{what}, pid {os.getpid()}, since {since}, on {socket.gethostname()}: {command}"
+    return holder.encode(errors="backslashreplace").decode()  # a path of another encoding

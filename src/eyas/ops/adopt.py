@@ -133,8 +133,22 @@ def _check_request(root: Path, request: AdoptRequest) -> None:
         raise StoreError(f"{root.resolve()} is no DVC repository", "run it where params.yaml and .dvc lie")
     if not request.engine.strip():
         raise ConfigError("the engine is not named, expected what captured these states", "say it: ENGINE=vllm")
+    for what, text in (("folder", str(request.folder.resolve())), ("engine", request.engine), ("note", request.note)):
+        if not _is_utf8(text):
+            raise ConfigError(
+                f"the {what} {text!r} is no UTF-8: git and DVC could not write it down",
+                "rename the folder" if what == "folder" else "write it anew",
+            )
     if request.layout and request.layout not in FORMATS:
         raise ConfigError(f"format {request.layout!r}, expected one of {', '.join(FORMATS)}", "leave FORMAT out")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _default_name(folder: Path) -> str:
