@@ -12,6 +12,7 @@ import io
 import json
 import re
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,11 +217,13 @@ def _check_same(root: Path, name: str, hashed: str) -> bool:
 
 
 def _ignore(root: Path, name: str) -> None:
-    """Let git pass over the files, as ``dvc add`` does."""
+    """Let git pass over the files, as ``dvc add`` does; the repository's own ``.gitignore`` may do so already."""
+    inside = (ADOPTED / name / "x").as_posix()
+    if subprocess.run(["git", "check-ignore", "-q", inside], cwd=root, check=False).returncode == 0:
+        return
     path, line = root / ADOPTED / ".gitignore", f"/{name}"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    if line not in text.splitlines():
-        fs.write_text(path, f"{text}{'' if not text or text.endswith(chr(10)) else chr(10)}{line}\n")
+    fs.write_text(path, f"{text}{'' if not text or text.endswith(chr(10)) else chr(10)}{line}\n")
 
 
 def _register(root: Path, name: str, found: FoundFolder, files: list[StoredFile]) -> str:

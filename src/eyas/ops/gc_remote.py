@@ -48,9 +48,12 @@ def remotes(root: Path) -> list[Remote]:
 
 
 def pushed_objects(root: Path, objects: Iterable[str]) -> set[str] | None:
-    """Objects that at least one remote has; None where there is no remote, or none that answers."""
+    """Objects that at least one remote has; None where remotes are set and none answers."""
     names, answers = list(objects), []
-    for remote in remotes(root):
+    known = remotes(root)
+    if not known:
+        return set()
+    for remote in known:
         answer = _in_folder(root, remote.url, names) if _is_folder(remote.url) else _ask(root, remote, names)
         if answer is not None:
             answers.append(answer)

@@ -197,7 +197,8 @@ def _refuse_other(root: Path, planned: Planned, published: Published) -> None:
     rows = store.differing_fields(published.capture, planned.capture)
     what = console.table(rows, ("differs", "stored", "wanted")) if rows else "the identity is the same, the plan is not"
     samples, tokens = published.num_stored
-    hint = "to keep them, undo the change (`git diff params.yaml`)"
+    give_up = f"`make retire GEN={published.states_md5[:8]}`, then `make gc-plan`"
+    hint = f"to keep them, undo the change (`git diff params.yaml`); to give them up on purpose: {give_up}"
     if not same and _cache_has(root, planned):  # another branch or commit, checked out by git alone
         hint = f"the wanted states lie whole in DVC's cache: `dvc checkout {' '.join(OUTS)}` exchanges the two"
     raise StoreError(
