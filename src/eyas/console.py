@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +26,13 @@ def log(text: str) -> None:
 
 
 def emit(text: str) -> None:
-    """Print data to stdout."""
-    print(text, flush=True)
+    """Print data to stdout; ends the process quietly when nobody reads on, as after ``| head``."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What is left in the buffer must not fail once more when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def table(rows: Sequence[Sequence[object]], headers: Sequence[str] | None = None) -> str:

@@ -107,7 +107,9 @@ def adopt(root: Path, request: AdoptRequest) -> Adopted:
         check_unchanged(found, find_files(root, request.folder))
         hashed = _register(root, name, found, files)
         meta = _meta(request, found, sampled)
-        if not is_known:
+        if is_known:
+            meta = _as_noted(root, name, meta)
+        else:
             fs.write_bytes(_dvc_file(root, name), _dvc_text(name, hashed, found, meta))
             (root / RETIRED_HOME / hashed).unlink(missing_ok=True)
             event = {"event": "adopt", "name": name, "hash": hashed, "bytes": found.num_bytes, "files": len(files)}
@@ -117,7 +119,7 @@ def adopt(root: Path, request: AdoptRequest) -> Adopted:
         hash=hashed,
         folder=str(found.path),
         layout=meta["layout"],
-        engine=request.engine,
+        engine=meta["engine"],
         num_files=len(files),
         num_bytes=found.num_bytes,
         ways=ways,
@@ -262,6 +264,18 @@ def _meta(request: AdoptRequest, found: FoundFolder, sampled: Sampled | None) ->
         "num_opened": sampled.num_opened,
         "findings": list(sampled.problems[:MAX_FINDINGS]),
     }
+
+
+def _as_noted(root: Path, name: str, meta: dict[str, Any]) -> dict[str, Any]:
+    """What was written down when it was adopted; says when this call says otherwise."""
+    noted = read_yaml(_dvc_file(root, name)).get("meta", {}).get("eyas", {}).get("adopted", {})
+    for key in ("engine", "layout", "note"):
+        if meta[key] and meta[key] != noted.get(key, meta[key]):
+            console.log(
+                f"adopt: {key} {meta[key]!r} is not taken: {name} was adopted with {noted[key]!r}; to change that, "
+                f"make retire GEN={name}, then adopt it again"
+            )
+    return meta | {key: noted[key] for key in ("engine", "layout") if key in noted}
 
 
 def _dvc_text(name: str, hashed: str, found: FoundFolder, meta: dict[str, Any]) -> bytes:

@@ -11,6 +11,8 @@ import pytest
 import yaml
 from adopt_cases import adopt_other, contents, eyas, is_clean, make_folder, make_repository, run
 
+from eyas.ops.adopt import AdoptRequest, adopt
+
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
@@ -67,3 +69,13 @@ def test_more_equal_files_than_an_inode_takes_names(
     assert is_clean(root, "adopted/equal.dvc")
     assert adopt_other(root, old).hash == done.hash
     assert {p.stat().st_ino for p in (root / "adopted/equal").iterdir()} <= {p.stat().st_ino for p in old.iterdir()}
+
+
+def test_another_engine_said_later_is_not_claimed(root: Path, old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the .dvc file says is printed."""
+    adopt_other(root, old, note="first")
+    text = (root / "adopted/old.dvc").read_text()
+    again = adopt(root, AdoptRequest(folder=old, engine="sglang", layout="other"))
+    assert (again.is_known, again.engine) == (True, "vllm")
+    assert "engine 'sglang' is not taken: old was adopted with 'vllm'" in capsys.readouterr().err
+    assert (root / "adopted/old.dvc").read_text() == text
