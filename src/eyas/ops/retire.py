@@ -6,6 +6,7 @@ Neither deletes a byte. Retiring edits what git tracks (``dvc.lock``, or the ``.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import subprocess
@@ -22,8 +23,11 @@ from eyas.generations.trees import ADOPTED_HOME, RETIRED_HOME
 from eyas.shards.handover import HOME, LOCK_NAME, RETIRED_MARK, SPOOL
 
 LOCK_SUFFIX = "dvc.lock"
-LINE = re.compile("[^\n\r\x85\u2028\u2029]*(?:\r\n|[\n\r\x85\u2028\u2029])|[^\n\r\x85\u2028\u2029]+\\Z")
-"""Lines as YAML counts them."""
+LINES = (
+    re.compile(r"[^\n\r]*(?:\r\n|[\n\r])|[^\n\r]+\Z"),
+    re.compile("[^\n\r\x85\u2028\u2029]*(?:\r\n|[\n\r\x85\u2028\u2029])|[^\n\r\x85\u2028\u2029]+\\Z"),
+)
+"""Lines as YAML counts them: what NEL and its like are depends on where they stand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,16 +168,19 @@ def without_stage(lock: bytes, stage: str, file: str = LOCK_SUFFIX) -> bytes:
         ends = [document.lc.key(key)[0] for key in document]
     except (YAMLError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{file} has no entry of stage {stage}: {error!r}", f"`git diff {file}`") from None
-    lines = LINE.findall(lock.decode())
-    head = lines[:first]
-    if len(stages) == 1:  # an empty mapping has another spelling
-        head = [*lines[: document.lc.key("stages")[0]], "stages: {}\n"]
-    end = min([line for line in (*starts, *ends) if line > first], default=len(lines))
-    left = "".join(head + lines[end:]).encode()
+    end = min([line for line in (*starts, *ends) if line > first], default=None)
+    before_stages = document.lc.key("stages")[0]
+    is_last = len(stages) == 1
     del stages[stage]
-    if YAML().load(left) != document:
-        raise StoreError(f"{file} is not laid out as DVC lays it out", f"dvc commit writes it anew; `git diff {file}`")
-    return left
+    for pattern in LINES:
+        lines = pattern.findall(lock.decode())
+        # An empty mapping has another spelling.
+        head = [*lines[:before_stages], "stages: {}\n"] if is_last else lines[:first]
+        left = "".join(head + (lines[end:] if end is not None else [])).encode()
+        with contextlib.suppress(YAMLError):
+            if YAML().load(left) == document:
+                return left
+    raise StoreError(f"{file} is not laid out as DVC lays it out", f"dvc commit writes it anew; `git diff {file}`")
 
 
 def keep(root: Path, name: str, pin: str) -> Kept:

@@ -268,6 +268,12 @@ def test_one_entry_goes_and_every_other_byte_stays(stages: dict, draw, has_schem
     assert all(line in lines for line in left.splitlines() if line != b"stages: {}")
 
 
+@pytest.mark.parametrize("command", ["'\x85      '", '"a\\\n      b"', "a\u2028b", "|\n      a\x85\n      b"])
+def test_signs_that_break_lines_in_some_places_alone(command: str) -> None:
+    text = f"stages:\n  one:\n    cmd: {command}\n    params:\n  two:\n    cmd: x\nschema: '2.0'\n".encode()
+    assert without_stage(text, "one") == b"stages:\n  two:\n    cmd: x\nschema: '2.0'\n"
+
+
 @pytest.mark.parametrize("lock", [b"", b"[]", b"stages:\n", b"stages:\n  other: 1\n", b"\tx: {", b"stages: 1\n"])
 def test_what_is_no_lock_is_refused(lock: bytes) -> None:
     with pytest.raises(StoreError, match="no entry of stage extract"):
