@@ -24,7 +24,6 @@ from eyas.shards import handover
 
 Way = Literal["hardlink", "reflink"]
 WAYS: tuple[Way, ...] = ("hardlink", "reflink")
-FICLONE = 0x40049409
 NO_REFLINKS = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ENOSYS, errno.EPERM)
 PROTECTED = 0o444
 """Mode of DVC's own objects, which it then takes for whole."""
@@ -85,7 +84,7 @@ def _make(way: Way, source: Path, path: Path) -> None:
         os.link(source, path)
         return
     with open(source, "rb") as old, open(path, "xb") as new:
-        fcntl.ioctl(new, FICLONE, old.fileno())
+        fcntl.ioctl(new, fs.FICLONE, old.fileno())
         os.fsync(new.fileno())
 
 
