@@ -174,10 +174,15 @@ def _check_name(root: Path, name: str, found: FoundFolder) -> None:
             f"{name} is the name of a generation that was adopted from {origin.get('folder')}, this is {found.path}",
             "take another name: NAME=",
         )
-    # A journal that another folder left behind when its adoption was given up says nothing about this one.
     source = home / "source.json"
-    if source.is_file() and fs.read_json(source) != {"folder": str(found.path)}:
-        shutil.rmtree(home)
+    other = fs.read_json(source).get("folder", "") if source.is_file() else str(found.path)
+    if other != str(found.path):
+        if (home / JOURNAL).is_file() and Path(other).is_dir():
+            raise StoreError(
+                f"an adoption of {other} was begun under the name {name} and waits: what it has hashed would be lost",
+                f"take another name: NAME=; or give that one up: rm -r {home}",
+            )
+        shutil.rmtree(home)  # the journal of a folder that is gone says nothing about this one
     fs.write_record(source, {"folder": str(found.path)})
 
 

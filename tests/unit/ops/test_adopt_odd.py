@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 import yaml
 from adopt_cases import adopt_other, contents, eyas, is_clean, make_folder, make_repository, run
 
+from eyas.errors import StoreError
 from eyas.ops.adopt import AdoptRequest, adopt
+from eyas.ops.adopt_place import Placer
 
 
 @pytest.fixture
@@ -79,3 +82,26 @@ def test_another_engine_said_later_is_not_claimed(root: Path, old: Path, capsys:
     assert (again.is_known, again.engine) == (True, "vllm")
     assert "engine 'sglang' is not taken: old was adopted with 'vllm'" in capsys.readouterr().err
     assert (root / "adopted/old.dvc").read_text() == text
+
+
+def test_what_another_folder_of_the_name_has_hashed_is_not_thrown_away(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two folders with one name, the first adoption interrupted after hours of hashing."""
+    first, second = make_folder(tmp_path / "one/states"), make_folder(tmp_path / "two/states", {"z": b"z"})
+    monkeypatch.setattr(Placer, "place_all", _interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        adopt_other(root, first)
+    monkeypatch.undo()
+    journal = root / ".eyas/adopted/states/journal.jsonl"
+    text = journal.read_text()
+    with pytest.raises(StoreError, match="one/states was begun under the name states and waits"):
+        adopt_other(root, second)
+    assert journal.read_text() == text
+    assert adopt_other(root, second, name="other").num_files == 1
+    shutil.rmtree(first)
+    assert adopt_other(root, second).num_files == 1
+
+
+def _interrupted(_: Placer) -> None:
+    raise KeyboardInterrupt
