@@ -132,15 +132,15 @@ adopt: $(READY) ## Another program's folder under DVC, hashed once and linked: D
 	$(STATE_HERE)
 	@eyas adopt $(JSON_FLAG) $(call option,dir,DIR) $(call option,engine,ENGINE) $(call option,format,FORMAT) \
 	  $(call option,note,NOTE) $(call option,name,NAME)
-train-from: $(READY) ## A drafter from an adopted or imported generation: GEN= (BOUNDARIES=2,15,27 FINAL_HIDDEN= MAX_FAILED=)
+train-from: $(READY) ## A drafter from an adopted or imported generation: GEN= (BOUNDARIES=2,15,27 FINAL_HIDDEN= MAX_FAILED= JSON=1)
 	$(STATE_HERE)
-	@eyas train-from $(call quoted,GEN) $(call option,boundaries,BOUNDARIES) $(call option,final-hidden,FINAL_HIDDEN) \
+	@eyas train-from $(JSON_FLAG) $(call quoted,GEN) $(call option,boundaries,BOUNDARIES) $(call option,final-hidden,FINAL_HIDDEN) \
 	  $(call option,max-failed,MAX_FAILED)
-export-states: $(READY) ## Hidden states for a peer: FORMAT=speculators_v1|speculators|specforge TO= (TRAINER=0.4.0 FROM=imports/NAME)
-	@eyas export-states $(call option,format,FORMAT) $(call option,to,TO) $(call option,trainer-version,TRAINER) \
+export-states: $(READY) ## Hidden states for a peer: FORMAT=speculators_v1|speculators|specforge TO= (TRAINER=0.4.0 FROM=imports/NAME JSON=1)
+	@eyas export-states $(JSON_FLAG) $(call option,format,FORMAT) $(call option,to,TO) $(call option,trainer-version,TRAINER) \
 	  $(call option,from,FROM)
-import-states: $(READY) ## A peer's hidden states: FORMAT= FROM= TO= (BOUNDARIES=2,15,27 FINAL_HIDDEN= MAX_FAILED=)
-	@eyas import-states $(call option,format,FORMAT) $(call option,from,FROM) $(call option,to,TO) \
+import-states: $(READY) ## A peer's hidden states: FORMAT= FROM= TO= (BOUNDARIES=2,15,27 FINAL_HIDDEN= MAX_FAILED= JSON=1)
+	@eyas import-states $(JSON_FLAG) $(call option,format,FORMAT) $(call option,from,FROM) $(call option,to,TO) \
 	  $(call option,boundaries,BOUNDARIES) $(call option,final-hidden,FINAL_HIDDEN) $(call option,max-failed,MAX_FAILED)
 
 ##@ Quality

@@ -268,7 +268,7 @@ def _export_states(arguments: argparse.Namespace) -> int:
 def _import_states(arguments: argparse.Namespace) -> int:
     from eyas.ops.exchange import ImportRequest, import_states
     from eyas.ops.exchange_rows import import_rows
-    from eyas.ops.train_from import ImportOptions, write_pipeline
+    from eyas.ops.import_stage import ImportOptions, write_pipeline
 
     options = ImportOptions(
         boundaries=arguments.boundaries, final_hidden=arguments.final_hidden, max_failed=arguments.max_failed
@@ -348,12 +348,15 @@ def _retire(arguments: argparse.Namespace) -> int:
 
 
 def _train_from(arguments: argparse.Namespace) -> int:
-    from eyas.ops.train_from import ImportOptions, train_from
+    from eyas.ops.import_stage import ImportOptions
+    from eyas.ops.train_from import train_from, trained_rows
 
     options = ImportOptions(
         boundaries=arguments.boundaries, final_hidden=arguments.final_hidden, max_failed=arguments.max_failed
     )
-    return train_from(Path(), arguments.generation, options)
+    done = train_from(Path(), arguments.generation, options)
+    console.emit(canonical_json(done) if arguments.json else console.table(trained_rows(done)))
+    return 0
 
 
 def _draft_vocab(arguments: argparse.Namespace) -> int:

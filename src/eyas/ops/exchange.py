@@ -26,6 +26,8 @@ from eyas.engines.loop import ExtractLimits, ExtractResult, extract
 from eyas.errors import CaptureError, ConfigError, DataError
 from eyas.ops.hold_out import hold_out
 from eyas.ops.import_engine import ENGINE_NAME, ENGINE_VERSION, ImportEngine
+from eyas.ops.import_gate import check_room, folder_need, log_room, reclaim
+from eyas.ops.import_stage import keep_from_git
 from eyas.plan.build import build_plan
 from eyas.plan.cache import copying_types
 from eyas.plan.identity import capture_identity
@@ -165,6 +167,9 @@ def import_states(root: Path, request: ImportRequest) -> ImportReport:
     source = open_source(request.layout, request.source, target.num_layers)
     record = read_export_record(request.source)
     boundaries = choose_boundaries(request, source, record, target.num_layers)
+    keep_from_git(root, request.out)
+    room = check_room(root, request.out, params, folder_need(params, source, request.source))
+    log_room(room, request.out, request.source)
     scanned = _scan(source, request, record, len(boundaries), target)
     _check_bad(scanned, request, len(source.paths))
     if record is None:
@@ -184,6 +189,7 @@ def import_states(root: Path, request: ImportRequest) -> ImportReport:
         reserve_bytes=params.extract.reserve_bytes,
         max_failed_samples=0,
         cache_types=copying_types(root) if is_committed else (),
+        reclaim=lambda: reclaim(root),
     )
     result = _store(params, target, request, boundaries, scanned, engine, limits, head_VD)
     if result.effect is not None:

@@ -1,121 +1,105 @@
 """``eyas train-from``: a drafter from states that others captured, by the pipeline's own stages.
 
-``imports/<name>/dvc.yaml`` is written once: ``import`` (the adopted files into a set of ours), ``draft_vocab``, and the
-repository's own ``train``, ``evaluate`` and ``export`` with their paths moved below ``imports/<name>/``. Its ``wdir`` is
-the repository, so that commands, paths and ``params.yaml`` mean what they mean everywhere else. DVC does the rest.
+Everything that can be told before the import starts is told then: options against what the adoption found, the disk,
+what git tracks. DVC then runs ``import`` alone. What fails there leaves no trace but the shards that are gone on with;
+what is done is frozen (``eyas.ops.import_stage``), and DVC does the rest.
 """
 
 from __future__ import annotations
 
-import io
-import json
 import shlex
-import subprocess
-import sys
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eyas import console, fs
-from eyas.contracts import FinalHidden
-from eyas.errors import DataError, EyasError, StoreError
+from eyas import config, console, fs
+from eyas.errors import ConfigError, DataError, EyasError, StoreError
 from eyas.generations.listing import find
 from eyas.generations.trees import ADOPTED
+from eyas.ops import imported_set as store
 from eyas.ops.adopt_source import OTHER
+from eyas.ops.import_gate import adopted_need, check_room, log_room
+from eyas.ops.import_stage import (
+    IMPORT,
+    IMPORTS,
+    PIPELINE,
+    ImportOptions,
+    freeze,
+    generation_of,
+    import_stage,
+    imported_by,
+    keep_from_git,
+    write,
+)
 from eyas.plan.cache import locked_stage, read_yaml
 
-IMPORTS = Path("imports")
-PIPELINE = "dvc.yaml"
-TAKEN_OVER = ("train", "evaluate", "export")
-TARGET = "models/target.json"
-IGNORED = "/*/reports/\n"
-"""As the pipeline's own reports; what DVC keeps, it ignores by itself."""
+MIN_PREFIX = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImportOptions:
-    """What the files do not say."""
+class Trained:
+    """What a call made, and what is left to do."""
 
-    boundaries: tuple[int, ...] = ()
-    final_hidden: FinalHidden | None = None
-    max_failed: int = 0
-
-    @property
-    def arguments(self) -> list[str]:
-        """As ``eyas import-states`` takes them."""
-        return [
-            *(["--boundaries", ",".join(map(str, self.boundaries))] if self.boundaries else []),
-            *(["--final-hidden", self.final_hidden] if self.final_hidden else []),
-            *(["--max-failed", str(self.max_failed)] if self.max_failed else []),
-        ]
+    name: str
+    generation: str
+    """Hash of the adopted generation; empty for a set that was imported by hand."""
+    tau: float
+    paths: dict[str, str]
+    """Drafter, export, states, reports."""
+    uncommitted: tuple[str, ...]
+    commit: str
+    """The command; empty when git has everything."""
 
 
-def train_from(root: Path, generation: str, options: ImportOptions) -> int:
+def train_from(root: Path, generation: str, options: ImportOptions) -> Trained:
     """Import an adopted generation, train, evaluate and export from it; whatever is up to date is not run again.
 
     Args:
         root: The repository.
         generation: Name or hash of an adopted generation, or the name of a set below ``imports/``.
-        options: Replace those of an earlier call; none keeps them.
-
-    Returns:
-        DVC's exit code.
+        options: Replace those of the last import that was finished; none keeps them.
 
     Raises:
         StoreError: There is no such generation, or nothing can be trained from it.
-        DataError: Nothing says which layers its states come from.
+        DataError: Nothing says which layers its states come from, or what was said does not fit its files.
+        DiskError: A second full set does not fit.
+        EyasError: DVC or a stage of it failed.
     """
     name = _name(root, generation)
-    adopted = root / ADOPTED / f"{name}.dvc"
-    made = read_yaml(root / IMPORTS / name / PIPELINE).get("stages", {}).get("import", {})
-    if not adopted.is_file():
-        _check_files(root, made, name)
-    else:
-        hashed = str(read_yaml(adopted)["outs"][0]["md5"])
+    home = IMPORTS / name
+    made = imported_by(root, name)
+    keep_from_git(root, root / home)
+    adopted = read_yaml(root / ADOPTED / f"{name}.dvc")
+    if adopted:
         _check_source(made, name)
-        # What was said of an earlier generation of this name says nothing of this one.
-        if options.arguments or _generation(made) != hashed:
-            layout = _layout(adopted, name, options)
-            _write(root, name, import_stage(layout, (ADOPTED / name).as_posix(), name, options, hashed))
-    _record_import(root, name)
-    return _dvc(root, "repro", (IMPORTS / name / PIPELINE).as_posix())
+        wanted = _wanted(root, adopted, name, made, options)
+        if wanted != made or not _is_done(root, name, made):
+            _import(root, name, adopted, wanted)
+            made = wanted
+        _use(root, name, made)
+    elif not made:
+        raise StoreError(f"{home / PIPELINE} is missing", f"import again: make import-states FORMAT=… FROM=… TO={home}")
+    else:
+        if options.arguments and options.arguments != _arguments(made):
+            raise StoreError(
+                f"{home} is used as it was imported: {' '.join(_arguments(made)) or 'no option'} was said then",
+                f"say nothing, or import again into another folder: make import-states … TO={IMPORTS}/NAME",
+            )
+        _use(root, name, made)
+    _repro(root, (home / PIPELINE).as_posix())
+    return _trained(root, name, generation_of(made))
 
 
-def _generation(stage: Mapping[str, Any]) -> str:
-    return str(stage.get("meta", {}).get("eyas", {}).get("generation", ""))
-
-
-def _check_source(made: Mapping[str, Any], name: str) -> None:
-    """Refuse to take one set for another that has its name.
-
-    Raises:
-        StoreError: ``imports/<name>`` was imported by hand, from another folder than ``adopted/<name>``.
-    """
-    if made and (ADOPTED / name).as_posix() not in made.get("deps", ()):
-        raise StoreError(
-            f"{IMPORTS / name} was imported by hand and is not of {ADOPTED / name}: `{made.get('cmd')}`",
-            f"move it to another name: git mv, or away: rm -r {IMPORTS / name}; or adopt the folder under another NAME=",
-        )
-
-
-def _check_files(root: Path, made: Mapping[str, Any], name: str) -> None:
-    """Refuse before DVC does when the adopted files were deleted since they were imported.
-
-    Raises:
-        StoreError: They are gone; says how to train from what was imported all the same.
-    """
-    files = ADOPTED / name
-    if files.as_posix() in made.get("deps", ()) and not made.get("frozen") and not (root / files).exists():
-        raise StoreError(
-            f"{files}, from which {IMPORTS / name} was imported, is gone",
-            f"to go on with what was imported: dvc freeze {IMPORTS / name / PIPELINE}:import, then the same command",
-        )
+# ── which set ─────────────────────────────────────────────────────────────────────────────────
 
 
 def _name(root: Path, generation: str) -> str:
     if (root / ADOPTED / f"{generation}.dvc").is_file() or (root / IMPORTS / generation / PIPELINE).is_file():
         return generation
+    if len(generation) >= MIN_PREFIX and (name := _imported_from(root, generation)):
+        return name
     found = find(root, generation)
     path = Path(found.path)
     if path.parts[0] == IMPORTS.name:
@@ -125,108 +109,221 @@ def _name(root: Path, generation: str) -> str:
             f"generation {found.name} is the pipeline's own, expected an adopted or imported one",
             "check its revision out and train there: git checkout REVISION && dvc checkout && make train",
         )
-    raise StoreError(
-        f"adopted generation {found.name} was retired: {ADOPTED}/{found.name}.dvc is gone", "git checkout it"
-    )
+    if not (root / ADOPTED / f"{found.name}.dvc").is_file():
+        raise StoreError(
+            f"adopted generation {found.name} was retired: {ADOPTED}/{found.name}.dvc is gone, and nothing was imported "
+            "from it",
+            "git checkout it",
+        )
+    return found.name
 
 
-def _layout(adopted: Path, name: str, options: ImportOptions) -> str:
-    meta = read_yaml(adopted).get("meta", {}).get("eyas", {}).get("adopted", {})
+def _imported_from(root: Path, prefix: str) -> str:
+    """The set that was imported from a generation, which may be gone since."""
+    names = [path.parent.name for path in sorted((root / IMPORTS).glob(f"*/{PIPELINE}"))]
+    found = [name for name in names if generation_of(imported_by(root, name)).startswith(prefix)]
+    return found[0] if len(found) == 1 else ""
+
+
+def _check_source(made: Mapping[str, Any], name: str) -> None:
+    """Refuse to take one set for another that has its name.
+
+    Raises:
+        StoreError: ``imports/<name>`` was imported by hand, from another folder than ``adopted/<name>``.
+    """
+    if made and not generation_of(made) and (ADOPTED / name).as_posix() not in made.get("deps", ()):
+        raise StoreError(
+            f"{IMPORTS / name} was imported by hand and is not of {ADOPTED / name}: `{made.get('cmd')}`",
+            f"move it to another name: git mv, or away: rm -r {IMPORTS / name}; or adopt the folder under another NAME=",
+        )
+
+
+# ── what was said ─────────────────────────────────────────────────────────────────────────────
+
+
+def _arguments(stage: Mapping[str, Any]) -> list[str]:
+    """Options of a stage's command: what stands behind the folder of the set."""
+    words = shlex.split(str(stage.get("cmd", "")))
+    return words[words.index("--to") + 2 :] if "--to" in words else []
+
+
+def _wanted(
+    root: Path, adopted: Mapping[str, Any], name: str, made: Mapping[str, Any], options: ImportOptions
+) -> Mapping[str, Any]:
+    """The stage to run: the one that is there, unless something else is said or another generation has its name."""
+    hashed = str(adopted["outs"][0]["md5"])
+    is_same = generation_of(made) == hashed
+    if is_same and options.arguments in ([], _arguments(made)):
+        return made
+    layout = _check_options(root, adopted, name, options)
+    return import_stage(layout, (ADOPTED / name).as_posix(), name, options, hashed)
+
+
+def _check_options(root: Path, adopted: Mapping[str, Any], name: str, options: ImportOptions) -> str:
+    """Hold what was said against what the adoption found in the files; gives their layout."""
+    meta = adopted.get("meta", {}).get("eyas", {}).get("adopted", {})
     layout = str(meta.get("layout", ""))
     if layout in ("", OTHER):
         raise StoreError(
             f"{name} was adopted as {layout or 'a folder that DVC added'}: nothing says how to read its files",
             "retire it, then adopt the folder again with FORMAT=speculators_v1, speculators or specforge",
         )
-    if not meta.get("boundaries") and not options.boundaries:
+    said, known = list(options.boundaries), list(meta.get("boundaries") or ())
+    if not said and not known:
         raise DataError(
             f"the {layout} files of {name} do not say which layers their states come from",
             "give the boundaries (states entering layer b): BOUNDARIES=2,15,27 (`--boundaries`)",
         )
+    num_layers = config.load(root / config.PARAMS_PATH).target.num_layers
+    if said != sorted(set(said)) or any(not 0 <= boundary <= num_layers for boundary in said):
+        raise ConfigError(f"boundaries {said}, expected rising numbers from 0 to {num_layers}", "BOUNDARIES=2,15,27")
+    num_aux = int(meta.get("num_aux") or len(known) or len(said))
+    if said and len(said) != num_aux:
+        raise DataError(
+            f"boundaries {said} are {len(said)}, the files of {name} hold {num_aux} aux streams and the last states",
+            "one number for each aux stream, in their order: BOUNDARIES=2,15,27",
+        )
+    if said and known and said != known:
+        raise DataError(f"boundaries contradict each other: given: {said}, the files: {known}", "leave them out")
     return layout
 
 
-def import_stage(layout: str, source: str, name: str, options: ImportOptions, generation: str = "") -> dict[str, Any]:
-    """The stage that makes the set; a folder outside DVC is no dependency, and its stage never runs by itself.
-
-    Args:
-        layout: Of the files.
-        source: Their folder.
-        name: Of the set below ``imports/``.
-        options: What the files do not say.
-        generation: Hash of the adopted generation that the options were said of.
-    """
-    to = (IMPORTS / name).as_posix()
-    words = ["--format", layout, "--from", source, "--to", to, *options.arguments]
-    is_tracked = source.startswith(f"{ADOPTED}/")
-    return {
-        "desc": "Another project's states into a set of ours.",
-        "cmd": f"python -m eyas.cli import-states {shlex.join(words)}",
-        "wdir": "../..",
-        **({"meta": {"eyas": {"generation": generation}}} if is_tracked else {"frozen": True}),
-        "deps": [TARGET, *([source] if is_tracked else [])],
-        "params": ["target", "data.held_out_share", "extract"],
-        "outs": [
-            f"{to}/tokens",
-            f"{to}/hidden_states",
-            f"{to}/hidden_states.json",
-            {f"{to}/import.json": {"cache": False}},
-        ],
-    }
+# ── the import ────────────────────────────────────────────────────────────────────────────────
 
 
-def write_pipeline(root: Path, layout: str, source: Path, out: Path, options: ImportOptions) -> None:
-    """Make a set that was imported by hand one that can be trained from; nothing where it lies elsewhere."""
-    below = out.resolve().relative_to(root.resolve()) if out.resolve().is_relative_to(root.resolve()) else Path()
-    if len(below.parts) != 2 or below.parts[0] != IMPORTS.name or not (root / ".dvc").is_dir():
+def _is_done(root: Path, name: str, made: Mapping[str, Any]) -> bool:
+    """Whether the lock names what this very stage made: of this generation, with these options."""
+    entry = locked_stage(root / IMPORTS / name, IMPORT)
+    deps = {str(dep.get("path")): str(dep.get("md5")) for dep in entry.get("deps", ())}
+    source = (ADOPTED / name).as_posix()
+    return (
+        bool(entry)
+        and entry.get("cmd") == made.get("cmd")
+        and deps.get(source, generation_of(made)) == generation_of(made)
+    )
+
+
+def _import(root: Path, name: str, adopted: Mapping[str, Any], stage: Mapping[str, Any]) -> None:
+    """Run the import; when it fails, everything is as it was but for the shards that the next call goes on with."""
+    home = root / IMPORTS / name
+    params = config.load(root / config.PARAMS_PATH)
+    source = ADOPTED / name
+    if not (root / source).is_dir() and store.dvc(root, "checkout", f"{source}.dvc"):
+        raise StoreError(f"{source} is gone, and DVC's cache lacks it too", f"dvc pull {source}.dvc, or adopt it again")
+    log_room(check_room(root, home, params, adopted_need(params, adopted), own=(generation_of(stage),)), home, source)
+    is_new, before = not home.exists(), _read(home / PIPELINE)
+    write(root, name, dict(stage))
+    code = store.dvc(root, "repro", "--single-item", store.target(name))
+    if code == 0 and _is_done(root, name, stage):
+        freeze(root, name)
         return
-    if not (out / PIPELINE).exists():
-        _write(root, below.name, import_stage(layout, str(source), below.name, options))
+    _undo(root, name, before, is_new=is_new)
+    kept_bytes = store.spool_bytes(root, name)
+    kept = f"; {console.human_bytes(kept_bytes)} of it are kept in {IMPORTS / name}/.eyas" if kept_bytes else ""
+    hint = "read the message above; "
+    hint += f"the same command goes on, rm -r {IMPORTS / name}/.eyas gives it up" if kept else "then the same command"
+    raise EyasError(f"the import of {name} failed (`dvc repro` ended with {code}){kept}", hint)
 
 
-def _write(root: Path, name: str, imported: dict[str, Any]) -> None:
-    from ruamel.yaml import YAML
-
-    to = (IMPORTS / name).as_posix()
-    stages = read_yaml(root / PIPELINE).get("stages", {})
-    missing = [stage for stage in TAKEN_OVER if stage not in stages]
-    if missing:
-        raise StoreError(f"{PIPELINE} has no stage {missing[0]}", f"git checkout {PIPELINE}")
-    vocab = {
-        "desc": "The draft vocab of the imported tokens.",
-        "cmd": f"python -m eyas.cli draft-vocab {shlex.join([f'{to}/tokens', f'{to}/draft_vocab'])}",
-        "wdir": "../..",
-        "deps": [TARGET, f"{to}/tokens"],
-        "params": ["tokenize.draft_vocab_size"],
-        "outs": [f"{to}/draft_vocab"],
-    }
-    moved = {stage: {**_moved(stages[stage], to), "wdir": "../.."} for stage in TAKEN_OVER}
-    text, yaml = io.BytesIO(), YAML()
-    yaml.width = 1 << 16  # a command stays on its line
-    yaml.dump({"stages": {"import": imported, "draft_vocab": vocab, **moved}}, text)
-    fs.write_text(root / IMPORTS / ".gitignore", IGNORED)
-    fs.write_bytes(root / IMPORTS / name / PIPELINE, text.getvalue())
+def _read(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
 
 
-def _moved(stage: Any, to: str) -> Any:
-    """A stage's text with everything but the target moved below the set's folder."""
-    text = json.dumps(stage)
-    for old in ("data/draft_vocab", "data/hidden_states", "models/drafter", "models/export", "reports/"):
-        text = text.replace(old, f"{to}/{old.removeprefix('data/').removeprefix('models/')}")
-    return json.loads(text)
+def _undo(root: Path, name: str, before: bytes | None, *, is_new: bool) -> None:
+    """Take back what a failed import was told, and bring back what DVC deleted for it."""
+    home = root / IMPORTS / name
+    if before is not None:
+        fs.write_bytes(home / PIPELINE, before)
+        store.bring(root, name)
+        return
+    (home / PIPELINE).unlink()
+    if is_new and not store.spool_bytes(root, name):
+        shutil.rmtree(home)
 
 
-def _record_import(root: Path, name: str) -> None:
-    """Tell DVC of a set that was imported by hand; it would make it again otherwise."""
-    home = IMPORTS / name
-    if not (root / home / PIPELINE).is_file():
-        raise StoreError(f"{home / PIPELINE} is missing", f"import again: make import-states FORMAT=… FROM=… TO={home}")
-    if (root / home / "import.json").is_file() and not locked_stage(root / home, "import"):
-        code = _dvc(root, "commit", "--force", f"{home / PIPELINE}:import")
-        if code:
-            raise EyasError(f"`dvc commit` ended with {code}, expected 0", "read DVC's message above")
+def _use(root: Path, name: str, made: Mapping[str, Any]) -> None:
+    """Go on with a set that was imported, if it is whole; from here on DVC never deletes it.
+
+    Raises:
+        StoreError: It is not whole.
+    """
+    home, source = IMPORTS / name, ADOPTED / name
+    is_adopted = bool(generation_of(made)) or source.as_posix() in made.get("deps", ())
+    is_gone = is_adopted and not (root / source).is_dir()
+    store.bring(root, name)
+    if lacks := store.problem(root, name):
+        where = f"{source}, from which it was imported, is gone" if is_gone else "DVC's cache lacks it too"
+        raise StoreError(f"{home} is not whole: {lacks}; {where}", _remedy(root, name, is_gone=is_gone))
+    if is_gone:
+        day = store.deleted_on(root, generation_of(made))
+        what = f"was deleted by gc on {day}" if day else "is gone"
+        store.log(f"{source} {what}; {home} is whole and is used as it is")
+    freeze(root, name)
+    is_recorded = bool(store.locked(root, name))
+    if not is_recorded or ((is_gone or not is_adopted) and not store.is_clean(root, name)):
+        freeze(root, name, without_source=is_gone)
+        store.record(root, name)
+    _log_changes(root, name)
 
 
-def _dvc(root: Path, *arguments: str) -> int:
-    console.log(f"train-from: dvc {shlex.join(arguments)}")
-    return subprocess.run([sys.executable, "-m", "dvc", *arguments], cwd=root, check=False).returncode
+def _remedy(root: Path, name: str, *, is_gone: bool) -> str:
+    pull = f"dvc pull {store.target(name)}"
+    if is_gone:
+        return f"{pull}; or adopt the folder again: make adopt DIR=… NAME={name}"
+    return f"{pull}; or import it again: rm -r {IMPORTS / name}, then the same command"
+
+
+def _log_changes(root: Path, name: str) -> None:
+    """Say when parameters are others than those of the import: it is not run again for them."""
+    noted = locked_stage(root / IMPORTS / name, IMPORT).get("params", {}).get(config.PARAMS_PATH.name, {})
+    params = read_yaml(root / config.PARAMS_PATH)
+    changed = [key for key, value in noted.items() if _value(params, key) != value]
+    if changed:
+        store.log(
+            f"{IMPORTS / name} was imported with other parameters ({', '.join(changed)}) and is used as it is; to import "
+            f"it again, rm -r {IMPORTS / name}"
+        )
+
+
+def _value(params: Mapping[str, Any], key: str) -> Any:
+    value: Any = params
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+# ── the rest ──────────────────────────────────────────────────────────────────────────────────
+
+
+def _repro(root: Path, pipeline: str) -> None:
+    if code := store.dvc(root, "repro", pipeline):
+        raise EyasError(
+            f"`dvc repro {pipeline}` ended with {code}, expected 0; what was imported is kept",
+            "read the message above; the same command goes on from there",
+        )
+
+
+def _trained(root: Path, name: str, generation: str) -> Trained:
+    home = (IMPORTS / name).as_posix()
+    places = {"drafter": "drafter", "export": "export", "states": store.STATES, "reports": "reports"}
+    left = store.uncommitted(root, name)
+    is_noted = any(path.endswith(f"{IMPORTS}/.gitignore") for path in left)
+    return Trained(
+        name=name,
+        generation=generation,
+        tau=float(fs.read_json(root / home / "reports/acceptance.json")["tau"]),
+        paths={what: f"{home}/{place}" for what, place in places.items()},
+        uncommitted=tuple(left),
+        commit=f"git add {IMPORTS if is_noted else home} && git commit -m 'train from {name}'" if left else "",
+    )
+
+
+def trained_rows(done: Trained) -> list[tuple[str, object]]:
+    """A drafter for people, line by line."""
+    source = f" (of generation {done.generation[:10]})" if done.generation else ""
+    return [
+        ("set", f"{IMPORTS / done.name}{source}"),
+        ("tau", f"{done.tau:.3f}"),
+        *done.paths.items(),
+        *([("commit", ", ".join(done.uncommitted)), ("next", done.commit)] if done.commit else []),
+    ]
