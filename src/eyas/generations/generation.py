@@ -12,7 +12,7 @@ from eyas.contracts import payload_bytes
 from eyas.errors import StoreError
 from eyas.generations.objects import DIR_SUFFIX, Cache
 
-GenerationKind = Literal["pipeline", "adopted", "unrecorded", "spool"]
+GenerationKind = Literal["pipeline", "adopted", "imported", "unrecorded", "spool"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Generation:
     """Objects that the cache lacks; all of them where its list is lost."""
     is_kept: bool
     is_stale: bool
-    """Named by the workspace, but another one is planned."""
+    """Named by the workspace, but another one is planned; an imported one is no plan's."""
     is_retired: bool
     freed_now_bytes: int
     """What gc would free of it now."""
@@ -63,6 +63,8 @@ class Generation:
     named_by: tuple[str, ...]
     used_by: tuple[str, ...]
     """Drafters that were trained from it."""
+    is_needed: bool
+    """Whether the workspace has one of them, trained from these very states."""
     objects: frozenset[str]
     """Its files and its list in the cache; empty where the list is lost."""
 

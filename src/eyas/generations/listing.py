@@ -19,6 +19,7 @@ from eyas.generations.freed import freed_bytes
 from eyas.generations.generation import (
     Facts,
     Generation,
+    GenerationKind,
     adopted_facts,
     manifest_facts,
     objects_of,
@@ -29,7 +30,7 @@ from eyas.generations.kept import Kept, kept_objects
 from eyas.generations.objects import Cache, scan_cache
 from eyas.generations.revisions import Revision, read_revisions
 from eyas.generations.snapshot import TrackedOut, TrackedStage
-from eyas.generations.trees import ADOPTED, RETIRED_HOME, STATES_NAME, NameTree, read_trees
+from eyas.generations.trees import ADOPTED, RETIRED_HOME, STATES_NAME, NameTree, is_imported, read_trees
 from eyas.plan.volume import file_system
 
 MIN_PREFIX = 6
@@ -103,7 +104,10 @@ def list_generations(found: Situation) -> list[Generation]:
     """Every generation, what can be freed first."""
     named = _named_states(found.revisions)
     drafters = _drafters(found.revisions)
-    generations = [_named(found, name, uses, drafters.get(name, ())) for name, uses in named.items()]
+    needed = _read_by_drafters(found.revisions)
+    generations = [
+        _named(found, name, uses, drafters.get(name, ()), is_needed=name in needed) for name, uses in named.items()
+    ]
     known = {generation.hash for generation in generations}
     unnamed = [tree for tree in found.trees if tree.generation not in known]
     cached = dict.fromkeys(tree.generation for tree in unnamed if tree.generation in found.cache.objects)
@@ -180,7 +184,23 @@ def _drafters(revisions: Iterable[Revision]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(drafters) for name, drafters in found.items()}
 
 
-def _named(found: Situation, name: str, uses: list[_Use], used_by: tuple[str, ...]) -> Generation:
+def _read_by_drafters(revisions: Iterable[Revision]) -> set[str]:
+    """Hashes of states from which a drafter of the workspace was trained."""
+    stages = [stage for revision in revisions if revision.kind == "workspace" for stage in revision.stages]
+    return {
+        name
+        for stage in stages
+        if any(out.path.rpartition("/")[2] == DRAFTER for out in stage.outs)
+        for path, name in stage.deps.items()
+        if path.rpartition("/")[2] == STATES_NAME
+    }
+
+
+def _kind(path: str, *, is_adopted: bool = False) -> GenerationKind:
+    return "adopted" if is_adopted else "imported" if is_imported(path) else "pipeline"
+
+
+def _named(found: Situation, name: str, uses: list[_Use], used_by: tuple[str, ...], *, is_needed: bool) -> Generation:
     _, stage, out = uses[0]
     is_adopted = _is_adopted(stage, out)
     facts = adopted_facts(stage.meta) if is_adopted else _pipeline_facts(found.cache, uses)
@@ -188,9 +208,10 @@ def _named(found: Situation, name: str, uses: list[_Use], used_by: tuple[str, ..
     trees = [tree for tree in found.trees if tree.generation == name]
     is_kept = name in found.kept.names  # also by an output of another name
     in_workspace = any(revision.kind == "workspace" for revision, _, _ in uses)
+    is_planned = any(r.kind == "workspace" and not is_imported(o.path) for r, _, o in uses)
     free = freeable(found, objects, trees, {name})
     return Generation(
-        kind="adopted" if is_adopted else "pipeline",
+        kind=_kind(out.path, is_adopted=is_adopted),
         hash=name,
         path=out.path,
         facts=facts,
@@ -200,13 +221,14 @@ def _named(found: Situation, name: str, uses: list[_Use], used_by: tuple[str, ..
         num_objects=len(objects) or out.num_files + 1,
         num_missing=sum(one not in found.cache.objects for one in objects) if objects else out.num_files + 1,
         is_kept=is_kept,
-        is_stale=in_workspace and bool(facts.identity and found.wanted_identity not in ("", facts.identity)),
+        is_stale=is_planned and bool(facts.identity and found.wanted_identity not in ("", facts.identity)),
         # `git checkout` takes a retirement back, and knows nothing of the mark.
         is_retired=not in_workspace and (found.root / RETIRED_HOME / name).exists(),
         freed_now_bytes=0 if is_kept else free,
         freed_bytes=free,
         named_by=_named_by(uses),
         used_by=used_by,
+        is_needed=is_needed,
         objects=objects,
     )
 
@@ -275,7 +297,7 @@ def _forgotten(found: Situation, name: str, trees: list[NameTree]) -> Generation
     is_kept = name in found.kept.names
     free = freeable(found, objects, trees, {name})
     return Generation(
-        kind="adopted" if is_adopted else "pipeline",
+        kind=_kind(os.path.relpath(tree.folder, found.root), is_adopted=is_adopted),
         hash=name,
         path=os.path.relpath(tree.folder, found.root),
         facts=_noted_facts(found.root, name) if is_adopted else _tree_facts(tree),
@@ -291,6 +313,7 @@ def _forgotten(found: Situation, name: str, trees: list[NameTree]) -> Generation
         freed_bytes=free,
         named_by=(),
         used_by=(),
+        is_needed=False,
         objects=objects,
     )
 
@@ -311,13 +334,14 @@ def _tree_facts(tree: NameTree) -> Facts:
 
 def _unnamed(found: Situation, tree: NameTree) -> Generation:
     """States that no revision names: published and not recorded, or a spool."""
+    path = tree.folder.relative_to(found.root).as_posix()
     twin = any(t.kind == "workspace" and t.generation == tree.generation for t in found.trees)
     free = 0 if tree.kind == "spool" and twin else freed_bytes(tree.files.values(), found.shared)
     newest = max((int(p.stat().st_mtime) for p in (tree.folder, tree.folder.parent) if p.exists()), default=0)
     return Generation(
         kind="unrecorded" if tree.kind == "workspace" else "spool",
         hash=tree.generation or tree.identity,
-        path=tree.folder.relative_to(found.root).as_posix(),
+        path=path,
         facts=_tree_facts(tree),
         when_s=newest,
         stored_bytes=sum(file.size_bytes for file in tree.files.values()),
@@ -325,11 +349,12 @@ def _unnamed(found: Situation, tree: NameTree) -> Generation:
         num_objects=tree.num_listed,
         num_missing=tree.num_listed - len(tree.files),
         is_kept=not tree.is_retired,
-        is_stale=tree.identity != found.wanted_identity,
+        is_stale=not is_imported(path) and tree.identity != found.wanted_identity,
         is_retired=tree.is_retired,
         freed_now_bytes=free if tree.is_retired else 0,
         freed_bytes=free,
         named_by=(),
         used_by=(),
+        is_needed=False,
         objects=frozenset(),
     )

@@ -58,7 +58,11 @@ def _is_retirable(generation: Generation, branch: str) -> bool:
     if generation.kind == "spool":
         return generation.is_stale
     is_ours = generation.is_kept and set(generation.named_by) <= {"workspace", branch}
-    return is_ours and (generation.is_stale or generation.kind == "adopted") and generation.kind != "unrecorded"
+    if generation.kind == "unrecorded" or not is_ours:
+        return False
+    # An import that has no drafter yet or any more is as little planned as what was adopted.
+    is_idle = generation.kind == "imported" and not generation.is_needed
+    return generation.is_stale or generation.kind == "adopted" or is_idle
 
 
 def _current_branch(root: Path) -> str:

@@ -23,6 +23,7 @@ from eyas.shards.handover import HOME, RETIRED_MARK, SPOOL, dir_md5, stored_file
 
 STATES_NAME = "hidden_states"
 ADOPTED = Path("adopted")
+IMPORTS = Path("imports")
 ADOPTED_HOME = HOME / "adopted"
 """Facts of this machine about adoptions: ``<name>/origin.json`` holds ``generation`` (hash), ``folder`` (absolute),
 ``files`` (``path``, ``size_bytes``, ``inode`` and ``mtime_ns`` of each as it was linked) and ``witness``."""
@@ -67,7 +68,7 @@ class NameTree:
 
 def read_trees(root: Path, revisions: Iterable[Revision]) -> list[NameTree]:
     """Every tree of names that this repository knows of."""
-    found = [_published(root, path) for path in _states_paths(revisions)]
+    found = [_published(root, path) for path in _states_paths(root, revisions)]
     spools = sorted((root / HOME / SPOOL).iterdir()) if (root / HOME / SPOOL).is_dir() else []
     found += [_spool(folder) for folder in spools if folder.is_dir() and not folder.name.endswith(fs.PART_SUFFIX)]
     homes = sorted((root / ADOPTED_HOME).iterdir()) if (root / ADOPTED_HOME).is_dir() else []
@@ -76,10 +77,16 @@ def read_trees(root: Path, revisions: Iterable[Revision]) -> list[NameTree]:
     return [tree for tree in found if tree is not None]
 
 
-def _states_paths(revisions: Iterable[Revision]) -> list[str]:
+def is_imported(path: str) -> bool:
+    """Whether states lie in a set of their own below ``imports/``."""
+    return path.startswith(f"{IMPORTS}/")
+
+
+def _states_paths(root: Path, revisions: Iterable[Revision]) -> list[str]:
     paths = {out.path for r in revisions for stage in r.stages for out in stage.outs}
     states = {path for path in paths if path.rpartition("/")[2] == STATES_NAME}
-    return sorted(states | {f"data/{STATES_NAME}"})
+    imported = {path.relative_to(root).as_posix() for path in (root / IMPORTS).glob(f"*/{STATES_NAME}")}
+    return sorted(states | imported | {f"data/{STATES_NAME}"})
 
 
 def _published(root: Path, path: str) -> NameTree | None:

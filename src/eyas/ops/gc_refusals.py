@@ -12,7 +12,7 @@ from typing import NamedTuple
 from eyas import fs
 from eyas.generations.listing import Situation
 from eyas.generations.snapshot import LOCK, PIPELINE
-from eyas.generations.trees import ADOPTED, is_retired
+from eyas.generations.trees import ADOPTED, RETIRED_HOME, is_imported, is_retired
 from eyas.plan.cache import cache_dir, settings
 from eyas.plan.volume import holding, mounts
 from eyas.shards.handover import HOME, LOCK_NAME
@@ -56,6 +56,7 @@ def refusals(found: Situation, projects: Sequence[Path] | None, *, is_locked: bo
     listed += _passed_over(root)
     listed += [Refusal(problem, _mend(problem)) for problem in found.kept.problems]
     listed += _unrecorded(found)
+    listed += _unrecorded_imports(found)
     if projects is None:
         listed += _shared_cache(root)
     listed += _worktrees(root, projects or ())
@@ -156,6 +157,20 @@ def _unrecorded(found: Situation) -> Iterator[Refusal]:
                 f"{tree.folder} holds the finished states that data/plan.json wants ({tree.identity[:10]}…), and no "
                 "dvc.lock that is kept names them",
                 f"record them first: make extract (or give them up: make retire GEN={tree.generation[:10]})",
+            )
+
+
+def _unrecorded_imports(found: Situation) -> Iterator[Refusal]:
+    """Imported states that DVC's cache has and no ``dvc.lock`` names: a kill came before DVC wrote it."""
+    for tree in found.trees:
+        path = os.path.relpath(tree.folder, found.root)
+        is_ours = tree.kind == "workspace" and is_imported(path) and tree.generation in found.cache.objects
+        is_given_up = (found.root / RETIRED_HOME / tree.generation).exists()
+        if is_ours and tree.generation not in found.kept.names and not is_given_up:
+            yield Refusal(
+                f"{path} holds finished states, and no dvc.lock that is kept names them",
+                f"record them first: make train-from GEN={tree.folder.parent.name} (or give them up: make retire "
+                f"GEN={tree.generation[:10]})",
             )
 
 

@@ -20,6 +20,7 @@ from eyas.generations.freed import freed_bytes
 from eyas.generations.generation import Generation
 from eyas.generations.listing import Situation, list_generations, read_situation
 from eyas.generations.reclaim import removed_files, removed_objects
+from eyas.generations.trees import is_imported
 
 WIDTH = 120
 INDENT = "  "
@@ -169,6 +170,7 @@ def _remarks(generation: Generation) -> list[str]:
         state(generation),
         f"{objects} {whole}" if generation.is_whole else f"{objects}, {whole}",
         " ".join(part for part in (generation.facts.engine, generation.facts.engine_version) if part),
+        f"in {generation.path}" if is_imported(generation.path) else "",
         f"target {generation.facts.target}" if generation.facts.target else "",
         f"named by {', '.join(generation.named_by)}" if generation.named_by else "named by nothing",
         f"used by {', '.join(generation.used_by)}" if generation.used_by else "",

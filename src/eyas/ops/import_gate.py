@@ -49,7 +49,7 @@ def estimated_need(params: Params, num_samples: int, num_tokens: int, num_payloa
         trained_payload_bytes=max(num_payload_bytes, 1),
         token_bytes=num_tokens * (BYTES_PER_TOKEN_ID + BYTES_PER_MASK),
         codec=params.extract.codec,
-        last_rows=params.extract.last_rows,
+        last_rows="trained" if params.extract.last_rows == "trained" else "all",
     )
 
 

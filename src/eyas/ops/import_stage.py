@@ -22,10 +22,9 @@ from typing import Any
 from eyas import fs
 from eyas.contracts import FinalHidden
 from eyas.errors import StoreError
-from eyas.generations.trees import ADOPTED
+from eyas.generations.trees import ADOPTED, IMPORTS
 from eyas.plan.cache import read_yaml
 
-IMPORTS = Path("imports")
 PIPELINE = "dvc.yaml"
 IMPORT = "import"
 TAKEN_OVER = ("train", "evaluate", "export")

@@ -48,6 +48,9 @@ def problem(root: Path, name: str) -> str:
     """What a set lacks of what its manifest lists, or of what its lock names; empty when it is whole.
 
     Sizes are compared; bytes are verified by whoever reads them.
+
+    Raises:
+        StoreError: Somebody put other files among the shards.
     """
     home = root / IMPORTS / name
     published = read_published(home / MANIFEST)
@@ -58,7 +61,10 @@ def problem(root: Path, name: str) -> str:
     if bad:
         return f"{len(bad):,} of {len(published.files):,} shards are missing or cut ({STATES}/{bad[0]})"
     if extra := strangers(found, published.files):
-        return f"{STATES}/{extra[0]} is none of its shards"
+        raise StoreError(
+            f"{IMPORTS / name}/{STATES} holds {len(extra):,} files that {MANIFEST} does not list ({extra[0]})",
+            f"move them away: mv {IMPORTS / name}/{STATES}/{extra[0]} /tmp",
+        )
     index = home / TOKENS / "index.json"
     if not index.is_file() or fs.read_json(index).get("tokens_sha256") != published.capture.get("tokens"):
         return f"{TOKENS} is missing, or of another set"

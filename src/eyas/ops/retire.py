@@ -122,6 +122,10 @@ def _undo(root: Path, generation: Generation) -> str:
         == _git(root, "diff", "--quiet", "HEAD", "--", *files).returncode
     ):
         return f"git checkout {' '.join(files)}"
+    if generation.kind == "imported":
+        return (
+            f"make train-from GEN={Path(generation.path).parent.name} (git has no such dvc.lock; nothing is read again)"
+        )
     if generation.kind != "adopted":
         return "make extract (git has no such dvc.lock; what is there is recorded, nothing is captured)"
     origin = root / ADOPTED_HOME / generation.name / "origin.json"

@@ -25,6 +25,7 @@ from eyas.ops.import_stage import (
     IMPORT,
     IMPORTS,
     PIPELINE,
+    TARGET,
     ImportOptions,
     freeze,
     generation_of,
@@ -75,7 +76,7 @@ def train_from(root: Path, generation: str, options: ImportOptions) -> Trained:
     if adopted:
         _check_source(made, name)
         wanted = _wanted(root, adopted, name, made, options)
-        if wanted != made or not _is_done(root, name, made):
+        if wanted != made or not _is_done(root, name, made) or _is_lost(root, name):
             _import(root, name, adopted, wanted)
             made = wanted
         _use(root, name, made)
@@ -174,7 +175,8 @@ def _check_options(root: Path, adopted: Mapping[str, Any], name: str, options: I
             f"the {layout} files of {name} do not say which layers their states come from",
             "give the boundaries (states entering layer b): BOUNDARIES=2,15,27 (`--boundaries`)",
         )
-    num_layers = config.load(root / config.PARAMS_PATH).target.num_layers
+    path = root / TARGET
+    num_layers = int(fs.read_json(path)["num_layers"]) if path.is_file() else max(said, default=0)
     if said != sorted(set(said)) or any(not 0 <= boundary <= num_layers for boundary in said):
         raise ConfigError(f"boundaries {said}, expected rising numbers from 0 to {num_layers}", "BOUNDARIES=2,15,27")
     num_aux = int(meta.get("num_aux") or len(known) or len(said))
@@ -203,6 +205,12 @@ def _is_done(root: Path, name: str, made: Mapping[str, Any]) -> bool:
     )
 
 
+def _is_lost(root: Path, name: str) -> bool:
+    """Whether the set is not whole, DVC's cache has not what lacks, and the files that it came from are there."""
+    store.bring(root, name)
+    return (root / ADOPTED / name).is_dir() and bool(store.problem(root, name))
+
+
 def _import(root: Path, name: str, adopted: Mapping[str, Any], stage: Mapping[str, Any]) -> None:
     """Run the import; when it fails, everything is as it was but for the shards that the next call goes on with."""
     home = root / IMPORTS / name
@@ -212,8 +220,8 @@ def _import(root: Path, name: str, adopted: Mapping[str, Any], stage: Mapping[st
         raise StoreError(f"{source} is gone, and DVC's cache lacks it too", f"dvc pull {source}.dvc, or adopt it again")
     log_room(check_room(root, home, params, adopted_need(params, adopted), own=(generation_of(stage),)), home, source)
     is_new, before = not home.exists(), _read(home / PIPELINE)
-    write(root, name, dict(stage))
-    code = store.dvc(root, "repro", "--single-item", store.target(name))
+    write(root, name, {key: value for key, value in stage.items() if key != "frozen"})
+    code = store.dvc(root, "repro", store.target(name))
     if code == 0 and _is_done(root, name, stage):
         freeze(root, name)
         return
@@ -252,8 +260,14 @@ def _use(root: Path, name: str, made: Mapping[str, Any]) -> None:
     is_gone = is_adopted and not (root / source).is_dir()
     store.bring(root, name)
     if lacks := store.problem(root, name):
-        where = f"{source}, from which it was imported, is gone" if is_gone else "DVC's cache lacks it too"
-        raise StoreError(f"{home} is not whole: {lacks}; {where}", _remedy(root, name, is_gone=is_gone))
+        where = f"; {source}, from which it was imported, is gone" if is_gone else ""
+        again = (
+            f"adopt the folder again: make adopt DIR=… NAME={name}" if is_gone else f"rm -r {home}, and import again"
+        )
+        raise StoreError(
+            f"{home} is not whole: {lacks}{where}",
+            f"dvc checkout --force {home / store.STATES}, or dvc pull; or {again}",
+        )
     if is_gone:
         day = store.deleted_on(root, generation_of(made))
         what = f"was deleted by gc on {day}" if day else "is gone"
@@ -264,13 +278,6 @@ def _use(root: Path, name: str, made: Mapping[str, Any]) -> None:
         freeze(root, name, without_source=is_gone)
         store.record(root, name)
     _log_changes(root, name)
-
-
-def _remedy(root: Path, name: str, *, is_gone: bool) -> str:
-    pull = f"dvc pull {store.target(name)}"
-    if is_gone:
-        return f"{pull}; or adopt the folder again: make adopt DIR=… NAME={name}"
-    return f"{pull}; or import it again: rm -r {IMPORTS / name}, then the same command"
 
 
 def _log_changes(root: Path, name: str) -> None:
