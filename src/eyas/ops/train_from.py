@@ -76,7 +76,8 @@ def train_from(root: Path, generation: str, options: ImportOptions) -> Trained:
     if adopted:
         _check_source(made, name)
         wanted = _wanted(root, adopted, name, made, options)
-        if wanted != made or not _is_done(root, name, made) or _is_lost(root, name):
+        is_there = wanted == made and (_is_done(root, name, made) or _is_unrecorded(root, name))
+        if not is_there or _is_lost(root, name):
             _import(root, name, adopted, wanted)
             made = wanted
         _use(root, name, made)
@@ -203,6 +204,11 @@ def _is_done(root: Path, name: str, made: Mapping[str, Any]) -> bool:
         and entry.get("cmd") == made.get("cmd")
         and deps.get(source, generation_of(made)) == generation_of(made)
     )
+
+
+def _is_unrecorded(root: Path, name: str) -> bool:
+    """Whether the import came to its end and DVC did not: DVC would run it again, and begin by deleting the set."""
+    return not store.locked(root, name) and not store.problem(root, name)
 
 
 def _is_lost(root: Path, name: str) -> bool:
