@@ -37,7 +37,11 @@ GUARD := eyas guard $(if $(FORCE),--force)
 SITE_CACHE := $(CURDIR)/.dvc/tmp/site
 STATE_HERE = @grep -qsF 'site_cache_dir = $(SITE_CACHE)' .dvc/config.local || \
 	dvc config -q --local core.site_cache_dir '$(SITE_CACHE)'
-quoted = '$(subst ','\'',$(value $(1)))'
+define newline
+
+
+endef
+quoted = '$(subst $(newline),'$$'\n'',$(subst ','\'',$(value $(1))))'
 option = $(if $(value $(2)),--$(1) $(call quoted,$(2)))
 JSON_FLAG = $(if $(value JSON),--json)
 CHOICES := $(foreach group,TARGET DATA MACHINE DRAFTER,$(if $(value $(group)),$(group)=$(value $(group))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from eyas.errors import EyasError
 PLAIN_PROGRESS_EVERY_S = 15.0
 FILE_SYSTEM_FAULTS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOTDIR, errno.EISDIR,
-    errno.EEXIST, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE,
+    errno.EEXIST, errno.EMLINK, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE,
 )  # fmt: skip
 """What permissions, mounts, disks and odd paths cause, wherever a file is touched; never a fault of ours."""
 
@@ -25,13 +26,18 @@ def log(text: str) -> None:
 
 
 def emit(text: str) -> None:
-    """Print data to stdout."""
-    print(text, flush=True)
+    """Print data to stdout; ends the process quietly when nobody reads on, as after ``| head``."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What is left in the buffer must not fail once more when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def table(rows: Sequence[Sequence[object]], headers: Sequence[str] | None = None) -> str:
-    """Align rows in columns: numbers to the right, text to the left."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    """Align rows in columns: numbers to the right, text to the left; a cell of several lines becomes one."""
+    cells = [[" ".join(str(cell).splitlines()) for cell in row] for row in rows]
     if headers:
         cells.insert(0, list(headers))
     if not cells:

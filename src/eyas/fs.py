@@ -31,6 +31,7 @@ ASIDE_SUFFIX = f".old{PART_SUFFIX}"
 CHUNK_BYTES = 1 << 20
 WRITEBACK_BYTES = 8 << 20
 LOCK_COMMAND_CHARS = 300
+FICLONE = 0x40049409
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_HARDLINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS)
 """What link(2) says where there are no links: two mounts, or a file system without them."""
@@ -274,6 +275,27 @@ def can_hardlink(source_folder: Path, other_folder: Path) -> bool:
     return True
 
 
+def can_reflink(source_folder: Path, other_folder: Path) -> bool:
+    """Whether a file of one folder can share its blocks with one of another: really tries, then removes both.
+
+    Folders that do not exist yet are tried at their nearest existing parent; where nothing can be written, the
+    answer is no.
+    """
+    name = f".eyas-reflink-probe-{os.getpid()}"
+    source, clone = _existing(source_folder) / name, _existing(other_folder) / f"{name}.clone"
+    try:
+        source.write_bytes(bytes(4096))
+        with open(source, "rb") as old, open(clone, "wb") as new:
+            fcntl.ioctl(new, FICLONE, old.fileno())
+    except OSError:
+        return False
+    finally:
+        for path in (clone, source):
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return True
+
+
 def device(path: Path) -> int:
     """Number of the file system that holds a path, or would hold it."""
     return _existing(path).stat().st_dev
@@ -326,4 +348,5 @@ def lock_holder(path: Path) -> str:
 
 def _holder(what: str) -> str:
     since, command = time.strftime("%Y-%m-%d %H:%M:%S"), shlex.join(sys.orig_argv)[:LOCK_COMMAND_CHARS]
-    return f"{what}, pid {os.getpid()}, since {since}, on {socket.gethostname()}: {command}"
+    holder = f"{what}, pid {os.getpid()}, since {since}, on {socket.gethostname()}: {command}"
+    return holder.encode(errors="backslashreplace").decode()  # a path of another encoding

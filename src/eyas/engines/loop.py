@@ -137,6 +137,7 @@ def extract(
         _check_inputs(plan, tokens, facts)
         check_one_volume(home, out)
         spool = Spool(home, plan.capture)
+        stack.callback(spool.drop_if_empty)
         run = _Run(plan, tokens, engine, spool, limits, _resume(spool, plan, limits, out, manifest_path), head)
         run.calibration = stored_calibration(plan, spool, run.done)
         num_resumed = len(run.done)

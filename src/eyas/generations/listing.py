@@ -124,15 +124,22 @@ def find(root: Path, name: str) -> Generation:
     """
     generations = list_generations(read_situation(root, commits=True))
     exact = [g for g in generations if name in (g.name, g.hash, g.hash.removesuffix(".dir"))]
+    if len(exact) > 1:  # a name given again: old commits name for ever what was deleted under it
+        exact = [g for g in exact if g.is_kept] or [g for g in exact if g.disk_bytes] or exact
     meant = exact or [g for g in generations if len(name) >= MIN_PREFIX and g.hash.startswith(name)]
     if len(meant) == 1:
         return meant[0]
-    listed = ", ".join(g.name for g in generations) or "none"
+    listed = ", ".join(_listed(g) for g in meant or generations) or "none"
     what = f"means {len(meant)} generations" if meant else "is no generation"
     raise StoreError(
         f"{name!r} {what}, expected one of: {listed}",
         "`make generations ALL=1` lists them; six digits of a hash will do",
     )
+
+
+def _listed(generation: Generation) -> str:
+    own = generation.hash[:10]
+    return own if generation.name == own else f"{generation.name} ({own})"
 
 
 # ── named by a revision ───────────────────────────────────────────────────────────────────────

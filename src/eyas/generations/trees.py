@@ -104,8 +104,8 @@ def _published(root: Path, path: str) -> NameTree | None:
     )
 
 
-def _spool(folder: Path) -> NameTree:
-    """A spool: finished when its manifest is there, else as far as it got."""
+def _spool(folder: Path) -> NameTree | None:
+    """A spool: finished when its manifest is there, else as far as it got; None for one that holds nothing yet."""
     value = _json(folder / "manifest.json")
     states = folder / "states"
     listed: list[tuple[str, int]] = []
@@ -122,6 +122,9 @@ def _spool(folder: Path) -> NameTree:
             present[path] = _stat(entry.stat())
     if listed:
         present = {path: present[path] for path, size in listed if path in present and present[path].size_bytes == size}
+    is_retired = (folder / RETIRED_MARK).exists()
+    if not listed and not present and not is_retired:
+        return None
     return NameTree(
         kind="spool",
         folder=states,
@@ -129,7 +132,7 @@ def _spool(folder: Path) -> NameTree:
         identity=folder.name,
         files=present,
         num_listed=len(listed) or len(present),
-        is_retired=(folder / RETIRED_MARK).exists(),
+        is_retired=is_retired,
     )
 
 

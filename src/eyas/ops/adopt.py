@@ -107,7 +107,9 @@ def adopt(root: Path, request: AdoptRequest) -> Adopted:
         check_unchanged(found, find_files(root, request.folder))
         hashed = _register(root, name, found, files)
         meta = _meta(request, found, sampled)
-        if not is_known:
+        if is_known:
+            meta = _as_noted(root, name, meta)
+        else:
             fs.write_bytes(_dvc_file(root, name), _dvc_text(name, hashed, found, meta))
             (root / RETIRED_HOME / hashed).unlink(missing_ok=True)
             event = {"event": "adopt", "name": name, "hash": hashed, "bytes": found.num_bytes, "files": len(files)}
@@ -117,7 +119,7 @@ def adopt(root: Path, request: AdoptRequest) -> Adopted:
         hash=hashed,
         folder=str(found.path),
         layout=meta["layout"],
-        engine=request.engine,
+        engine=meta["engine"],
         num_files=len(files),
         num_bytes=found.num_bytes,
         ways=ways,
@@ -134,8 +136,22 @@ def _check_request(root: Path, request: AdoptRequest) -> None:
         raise StoreError(f"{root.resolve()} is no DVC repository", "run it where params.yaml and .dvc lie")
     if not request.engine.strip():
         raise ConfigError("the engine is not named, expected what captured these states", "say it: ENGINE=vllm")
+    for what, text in (("folder", str(request.folder.resolve())), ("engine", request.engine), ("note", request.note)):
+        if not _is_utf8(text):
+            raise ConfigError(
+                f"the {what} {text!r} is no UTF-8: git and DVC could not write it down",
+                "rename the folder" if what == "folder" else "write it anew",
+            )
     if request.layout and request.layout not in FORMATS:
         raise ConfigError(f"format {request.layout!r}, expected one of {', '.join(FORMATS)}", "leave FORMAT out")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _default_name(folder: Path) -> str:
@@ -164,10 +180,15 @@ def _check_name(root: Path, name: str, found: FoundFolder) -> None:
             f"{name} is the name of a generation that was adopted from {origin.get('folder')}, this is {found.path}",
             "take another name: NAME=",
         )
-    # A journal that another folder left behind when its adoption was given up says nothing about this one.
     source = home / SOURCE
-    if source.is_file() and fs.read_json(source) != {"folder": str(found.path)}:
-        shutil.rmtree(home)
+    other = fs.read_json(source).get("folder", "") if source.is_file() else str(found.path)
+    if other != str(found.path):
+        if (home / JOURNAL).is_file() and Path(other).is_dir():
+            raise StoreError(
+                f"an adoption of {other} was begun under the name {name} and waits: what it has hashed would be lost",
+                f"take another name: NAME=; or give that one up: rm -r {home}",
+            )
+        shutil.rmtree(home)  # the journal of a folder that is gone says nothing about this one
     if not source.is_file():
         fs.write_record(source, {"folder": str(found.path)})
 
@@ -256,6 +277,18 @@ def _meta(request: AdoptRequest, found: FoundFolder, sampled: Sampled | None) ->
         "num_opened": sampled.num_opened,
         "findings": list(sampled.problems[:MAX_FINDINGS]),
     }
+
+
+def _as_noted(root: Path, name: str, meta: dict[str, Any]) -> dict[str, Any]:
+    """What was written down when it was adopted; says when this call says otherwise."""
+    noted = read_yaml(_dvc_file(root, name)).get("meta", {}).get("eyas", {}).get("adopted", {})
+    for key in ("engine", "layout", "note"):
+        if meta[key] and meta[key] != noted.get(key, meta[key]):
+            console.log(
+                f"adopt: {key} {meta[key]!r} is not taken: {name} was adopted with {noted[key]!r}; to change that, "
+                f"make retire GEN={name}, then adopt it again"
+            )
+    return meta | {key: noted[key] for key in ("engine", "layout") if key in noted}
 
 
 def _dvc_text(name: str, hashed: str, found: FoundFolder, meta: dict[str, Any]) -> bytes:

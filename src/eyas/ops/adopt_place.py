@@ -24,7 +24,6 @@ from eyas.shards import handover
 
 Way = Literal["hardlink", "reflink"]
 WAYS: tuple[Way, ...] = ("hardlink", "reflink")
-FICLONE = 0x40049409
 NO_REFLINKS = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ENOSYS, errno.EPERM)
 PROTECTED = 0o444
 """Mode of DVC's own objects, which it then takes for whole."""
@@ -85,7 +84,7 @@ def _make(way: Way, source: Path, path: Path) -> None:
         os.link(source, path)
         return
     with open(source, "rb") as old, open(path, "xb") as new:
-        fcntl.ioctl(new, FICLONE, old.fileno())
+        fcntl.ioctl(new, fs.FICLONE, old.fileno())
         os.fsync(new.fileno())
 
 
@@ -130,7 +129,7 @@ class Placer:
             for file in self._found.files:
                 md5 = self._md5s[file.path]
                 self._into_the_cache(file, md5)
-                self._out_of_the_cache(self._second(file), md5)
+                self._out_of_the_cache(file, md5)
             for folder in self._touched:
                 fs.fsync_dir(folder)
 
@@ -158,9 +157,7 @@ class Placer:
                 self.num_shared_bytes += file.size_bytes
         else:
             self._folder(target.parent)
-            if self._into_cache == "hardlink" and stat.S_IMODE(found.st_mode) != PROTECTED:
-                source.chmod(PROTECTED)  # before the object has its name: no writer opens it from here on
-            self._replace(self._into_cache, source, target, target.with_name(target.name + fs.PART_SUFFIX))
+            self._protect_and_replace(source, target, target.with_name(target.name + fs.PART_SUFFIX))
         if there is None or stat.S_IMODE(there.st_mode) != PROTECTED:
             target.chmod(PROTECTED)
         self._placed.add(md5)
@@ -174,14 +171,21 @@ class Placer:
         is_ours = md5 in self._placed or (self._into_cache == "hardlink" and there.st_ino in self._own[md5])
         return there if there.st_size == size_bytes and (is_ours or fs.has_md5(target, md5)) else None
 
-    def _out_of_the_cache(self, second: Path, md5: str) -> None:
-        target = Path(self._cached(md5))
+    def _out_of_the_cache(self, file: FoundFile, md5: str) -> None:
+        target, second = Path(self._cached(md5)), self._second(file)
         try:
             there = second.lstat()
         except FileNotFoundError:
             self._folder(second.parent)
             # Beside the copy: inside it DVC would list a half file.
-            self._replace(self._out_of_cache, target, second, self._copy.with_name(self._copy.name + fs.PART_SUFFIX))
+            part = self._copy.with_name(self._copy.name + fs.PART_SUFFIX)
+            try:
+                self._replace(self._out_of_cache, target, second, part)
+            except OSError as error:
+                if error.errno != errno.EMLINK:
+                    raise
+                # An object of 65,000 names takes no more (ext4); this file's own content is the same.
+                self._protect_and_replace(self._found.path / file.path, second, part)
             return
         same = stat.S_ISREG(there.st_mode) and (
             target.samefile(second) or self._known.get(second) == md5 or fs.has_md5(second, md5)
@@ -191,6 +195,12 @@ class Placer:
                 f"{second} has another content than {self._found.path}; it was not touched",
                 f"look at both, then move it away, or take another name: NAME= ({second})",
             )
+
+    def _protect_and_replace(self, source: Path, path: Path, part: Path) -> None:
+        """Make ``path`` of a file of the folder."""
+        if self._into_cache == "hardlink" and stat.S_IMODE(source.stat().st_mode) != PROTECTED:
+            source.chmod(PROTECTED)  # before it has its new name: no writer opens it from here on
+        self._replace(self._into_cache, source, path, part)
 
     def _replace(self, way: Way, source: Path, path: Path, part: Path) -> None:
         """Make ``path`` in one step, over what is there."""

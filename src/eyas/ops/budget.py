@@ -22,8 +22,8 @@ from eyas.contracts import BYTES_PER_STATE, CaptureIdentity, TargetIdentity
 from eyas.errors import PlanError
 from eyas.ops import published as store
 from eyas.ops.published import MANIFEST, PLAN, STATES
-from eyas.plan.budget import Budget, Done, Need, Reclaim, best_ratio, peak_copies
-from eyas.plan.cache import cache_types
+from eyas.plan.budget import Budget, Done, Need, Reclaim, best_ratio
+from eyas.plan.cache import copying_types
 from eyas.plan.earlier import earlier_ratio, no_manifest
 from eyas.plan.identity import capture_identity
 from eyas.plan.volume import Volume, others, volume
@@ -89,7 +89,7 @@ def examine(root: Path) -> Account:
         free_bytes=here.free_bytes,
         reserve_bytes=params.extract.reserve_bytes,
         done=done,
-        cache_types=cache_types(root),
+        cache_types=copying_types(root),
         free_files=here.free_files,
         reclaim=_reclaim(root, planned.identity),
     )
@@ -200,7 +200,7 @@ def find_done(root: Path, planned: Planned) -> tuple[Done, int]:
             num_failed += 1
         elif entry["size_bytes"] in (fs.size_or_none(f"{spool}/states/{path}"), fs.size_or_none(root / STATES / path)):
             there.append(entry)
-    is_cached = bool(published) and peak_copies(cache_types(root)) > 1 and _is_cached(root)
+    is_cached = bool(published and copying_types(root)) and _is_cached(root)
     num_bytes = sum(entry["size_bytes"] for entry in there)
     done = Done(num_shards=num_failed + len(there), num_bytes=num_bytes, is_cached=is_cached)
     return done, sum(entry["num_tokens"] for entry in there)

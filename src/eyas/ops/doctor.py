@@ -19,8 +19,8 @@ from typing import Literal
 
 from eyas import console, fs
 from eyas.errors import DiskError
-from eyas.plan.budget import HARDLINK_FIX, peak_copies
-from eyas.plan.cache import SITE_CACHE, cache_dir, cache_types, check_links, site_cache_dir
+from eyas.plan.budget import HARDLINK_FIX
+from eyas.plan.cache import SITE_CACHE, cache_dir, check_links, copying_types, site_cache_dir
 
 MINIMUM_FREE_BYTES = 5_000_000_000
 MINIMUM_MEMORY_BYTES = 4 << 30
@@ -138,12 +138,12 @@ def _disk(root: Path) -> Finding:
 
 def hardlinks(root: Path) -> Finding:
     """Whether DVC commits by links: its types, and one real link into its cache."""
-    name, types = "links to the cache", cache_types(root)
+    name, types = "links to the cache", copying_types(root)
     try:
         check_links(root)
     except DiskError as error:
         return Finding(name, "problem", error.message, error.hint or "")
-    if types and peak_copies(types) > 1:
+    if types:
         text = f"cache.type {','.join(types)} copies: every artifact lies on the disk twice"
         return Finding(name, "problem", text, HARDLINK_FIX)
     return Finding(name, "found", os.fspath(cache_dir(root)))

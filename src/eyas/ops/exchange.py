@@ -27,6 +27,7 @@ from eyas.errors import CaptureError, ConfigError, DataError
 from eyas.ops.hold_out import hold_out
 from eyas.ops.import_engine import ENGINE_NAME, ENGINE_VERSION, ImportEngine
 from eyas.plan.build import build_plan
+from eyas.plan.cache import copying_types
 from eyas.plan.identity import capture_identity
 from eyas.shards.format import CALIBRATED_CODECS
 from eyas.shards.handover import hand_over
@@ -177,7 +178,14 @@ def import_states(root: Path, request: ImportRequest) -> ImportReport:
     norm = functools.partial(to_post_norm, final=final) if final_hidden == "pre_norm" else _as_is
     options = _options(request, final_hidden, scanned)
     engine = ImportEngine(source, request.source, scanned.files, norm, options)
-    result = _store(params, target, request, boundaries, scanned, engine, head_VD)
+    # Only below the repository a commit follows.
+    is_committed = request.out.resolve().is_relative_to(root.resolve())
+    limits = ExtractLimits(
+        reserve_bytes=params.extract.reserve_bytes,
+        max_failed_samples=0,
+        cache_types=copying_types(root) if is_committed else (),
+    )
+    result = _store(params, target, request, boundaries, scanned, engine, limits, head_VD)
     if result.effect is not None:
         console.log(f"import: {params.extract.codec}: {result.effect}")
     report = ImportReport(
@@ -334,6 +342,7 @@ def _store(
     boundaries: Sequence[int],
     scanned: _Scanned,
     engine: ImportEngine,
+    limits: ExtractLimits,
     head_VD: torch.Tensor,
 ) -> ExtractResult:
     """Tokens, plan, extraction."""
@@ -356,7 +365,7 @@ def _store(
         plan,
         {sample.sample_id: sample for sample in scanned.samples},
         engine,
-        ExtractLimits(reserve_bytes=params.extract.reserve_bytes, max_failed_samples=0),
+        limits,
         out=request.out / STATES,
         manifest_path=request.out / MANIFEST,
         home=home,

@@ -195,9 +195,13 @@ def _gone_lines(gone: dict[str, Any]) -> list[str]:
 
 def _totals(listing: Listing) -> str:
     num = len(listing.generations)
+    listed_bytes = sum(generation.freed_now_bytes for generation in listing.generations)
+    more = ""
+    if listing.freed_now_bytes > listed_bytes:
+        more = "\n`make gc-plan` lists all of that; generations that only old commits name: `make generations ALL=1`"
     return (
         f"{num:,} {'generation' if num == 1 else 'generations'}, {human_bytes(listing.disk_bytes)} on disk with files "
-        f"that several share counted once; gc would free {human_bytes(listing.freed_now_bytes)} now"
+        f"that several share counted once; gc would free {human_bytes(listing.freed_now_bytes)} now{more}"
     )
 
 

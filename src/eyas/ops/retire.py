@@ -19,7 +19,7 @@ from eyas.generations import ledger
 from eyas.generations.generation import Generation
 from eyas.generations.listing import find
 from eyas.generations.revisions import PIN_PREFIX, Revision, read_revisions
-from eyas.generations.trees import RETIRED_HOME, mark_retired
+from eyas.generations.trees import ADOPTED_HOME, RETIRED_HOME, mark_retired
 from eyas.shards.handover import HOME, LOCK_NAME, RETIRED_MARK, SPOOL
 
 LOCK_SUFFIX = "dvc.lock"
@@ -40,8 +40,8 @@ class Retired:
     """Branches, tags and experiments that still do, and so keep it."""
     freed_bytes: int
     """What gc frees once nothing keeps it."""
-    is_committed: bool
-    """Whether a commit names it, so that git can bring its name back."""
+    undo: str
+    """The command that gives the name back; empty where none was taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +67,11 @@ def retire(root: Path, name: str) -> Retired:
     """
     with fs.volume_lock(root / HOME / LOCK_NAME, f"retire of {name}"):
         generation = find(root, name)
+        undo = ""
         if generation.kind == "spool":
             edited = _mark_spool(root, generation)
         else:
+            undo = _undo(root, generation)
             edited = _drop_names(root, generation)
             mark_retired(root, generation.hash)
         left = tuple(str(revision) for revision, _ in _naming(root, generation, commits=False) if revision.is_kept)
@@ -82,7 +84,7 @@ def retire(root: Path, name: str) -> Retired:
         edited=tuple(edited),
         named_by=left,
         freed_bytes=generation.freed_bytes,
-        is_committed=any(name != "workspace" for name in generation.named_by),
+        undo=undo,
     )
 
 
@@ -106,6 +108,25 @@ def _naming(root: Path, generation: Generation, *, commits: bool) -> list[tuple[
         if stages:
             found.append((revision, stages))
     return found
+
+
+def _undo(root: Path, generation: Generation) -> str:
+    """What brings the workspace's names back: git where its last commit has the files as they are, else their maker."""
+    naming = _naming(root, generation, commits=False)
+    files = [file for revision, stages in naming if revision.kind == "workspace" for file, _ in stages]
+    if not files:
+        return ""
+    if (
+        _git(root, "ls-files", "--error-unmatch", *files).returncode
+        == 0
+        == _git(root, "diff", "--quiet", "HEAD", "--", *files).returncode
+    ):
+        return f"git checkout {' '.join(files)}"
+    if generation.kind != "adopted":
+        return "make extract (git has no such dvc.lock; what is there is recorded, nothing is captured)"
+    origin = root / ADOPTED_HOME / generation.name / "origin.json"
+    folder = fs.read_json(origin).get("folder") if origin.is_file() else "…"
+    return f"make adopt DIR={shlex.quote(str(folder))} ENGINE=… (git never saw its name; nothing is hashed twice)"
 
 
 def _drop_names(root: Path, generation: Generation) -> list[str]:
@@ -205,11 +226,8 @@ def retired_text(done: Retired) -> str:
     else:
         lines.append(f"nothing else keeps it: gc frees {size}")
     files = [file for file in done.edited if not file.startswith(f"{HOME}/")]
-    if files and done.is_committed:
-        undo = f"git checkout {shlex.join(files)}"
-    else:
-        again = "`make adopt` again" if done.kind == "adopted" else "`make extract` records what lies there"
-        undo = f"no commit ever named it, so git cannot; {again}"
     if files:
-        lines.append(f"undo: {undo}    go on: git commit -am 'retire {done.name}', make gc-plan")
+        is_known = done.undo.startswith("git ")
+        commit = f"git commit -am 'retire {done.name}', " if is_known or done.kind != "adopted" else ""
+        lines.append(f"undo: {done.undo}    go on: {commit}make gc-plan")
     return "\n".join(lines)

@@ -12,6 +12,7 @@ import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,12 +67,34 @@ def train_from(root: Path, generation: str, options: ImportOptions) -> int:
         DataError: Nothing says which layers its states come from.
     """
     name = _name(root, generation)
-    pipeline, adopted = root / IMPORTS / name / PIPELINE, root / ADOPTED / f"{name}.dvc"
-    if adopted.is_file() and (options.arguments or not pipeline.is_file()):
-        layout = _layout(adopted, name, options)
-        _write(root, name, import_stage(layout, (ADOPTED / name).as_posix(), name, options))
+    adopted = root / ADOPTED / f"{name}.dvc"
+    if adopted.is_file():
+        hashed = str(read_yaml(adopted)["outs"][0]["md5"])
+        made = read_yaml(root / IMPORTS / name / PIPELINE).get("stages", {}).get("import", {})
+        _check_source(made, name)
+        # What was said of an earlier generation of this name says nothing of this one.
+        if options.arguments or _generation(made) != hashed:
+            layout = _layout(adopted, name, options)
+            _write(root, name, import_stage(layout, (ADOPTED / name).as_posix(), name, options, hashed))
     _record_import(root, name)
     return _dvc(root, "repro", (IMPORTS / name / PIPELINE).as_posix())
+
+
+def _generation(stage: Mapping[str, Any]) -> str:
+    return str(stage.get("meta", {}).get("eyas", {}).get("generation", ""))
+
+
+def _check_source(made: Mapping[str, Any], name: str) -> None:
+    """Refuse to take one set for another that has its name.
+
+    Raises:
+        StoreError: ``imports/<name>`` was imported by hand, from another folder than ``adopted/<name>``.
+    """
+    if made and (ADOPTED / name).as_posix() not in made.get("deps", ()):
+        raise StoreError(
+            f"{IMPORTS / name} was imported by hand and is not of {ADOPTED / name}: `{made.get('cmd')}`",
+            f"move it to another name: git mv, or away: rm -r {IMPORTS / name}; or adopt the folder under another NAME=",
+        )
 
 
 def _name(root: Path, generation: str) -> str:
@@ -107,8 +130,16 @@ def _layout(adopted: Path, name: str, options: ImportOptions) -> str:
     return layout
 
 
-def import_stage(layout: str, source: str, name: str, options: ImportOptions) -> dict[str, Any]:
-    """The stage that makes the set; a folder outside DVC is no dependency, and its stage never runs by itself."""
+def import_stage(layout: str, source: str, name: str, options: ImportOptions, generation: str = "") -> dict[str, Any]:
+    """The stage that makes the set; a folder outside DVC is no dependency, and its stage never runs by itself.
+
+    Args:
+        layout: Of the files.
+        source: Their folder.
+        name: Of the set below ``imports/``.
+        options: What the files do not say.
+        generation: Hash of the adopted generation that the options were said of.
+    """
     to = (IMPORTS / name).as_posix()
     words = ["--format", layout, "--from", source, "--to", to, *options.arguments]
     is_tracked = source.startswith(f"{ADOPTED}/")
@@ -116,7 +147,7 @@ def import_stage(layout: str, source: str, name: str, options: ImportOptions) ->
         "desc": "Another project's states into a set of ours.",
         "cmd": f"python -m eyas.cli import-states {shlex.join(words)}",
         "wdir": "../..",
-        **({} if is_tracked else {"frozen": True}),
+        **({"meta": {"eyas": {"generation": generation}}} if is_tracked else {"frozen": True}),
         "deps": [TARGET, *([source] if is_tracked else [])],
         "params": ["target", "data.held_out_share", "extract"],
         "outs": [

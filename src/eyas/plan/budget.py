@@ -264,10 +264,10 @@ def expected_bytes(plan: CapturePlan, last_rows: LastRows, codec: str) -> int:
 def peak_copies(cache_types: Sequence[str]) -> int:
     """How often DVC's cache type makes the bytes lie on the volume; no types mean no cache.
 
-    DVC 3.67 links into its cache only when ``hardlink`` stands first. With ``reflink`` first it copies, and
-    on a file system without reflinks both copies stay; ``reflink`` alone says that the file system has them.
+    DVC 3.67 links into its cache only when ``hardlink`` stands first; whether it can reflink instead of copying is
+    the file system's matter (``eyas.plan.cache.copying_types``).
     """
-    return 1 if not cache_types or cache_types[0] == "hardlink" or tuple(cache_types) == ("reflink",) else 2
+    return 1 if not cache_types or cache_types[0] == "hardlink" else 2
 
 
 def budget(

@@ -57,6 +57,18 @@ def cache_types(root: Path) -> tuple[str, ...]:
     return tuple(kind.strip() for kind in named.split(","))
 
 
+def copying_types(root: Path) -> tuple[str, ...]:
+    """``cache.type`` where a commit copies, so that the disk is needed twice meanwhile; empty where it does not.
+
+    DVC 3.67 links only when ``hardlink`` stands first. Whatever else stands there, it reflinks where the file system
+    can and copies where it cannot, even when ``reflink`` is the only type.
+    """
+    types = cache_types(root)
+    if types[:1] in ((), ("hardlink",)) or fs.can_reflink(root, cache_dir(root)):
+        return ()
+    return types
+
+
 def cache_dir(root: Path) -> Path:
     """DVC's cache folder; a relative one is relative to the file that sets it, ``~`` the user's home."""
     folder = root / ".dvc/cache"

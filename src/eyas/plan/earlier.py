@@ -15,7 +15,12 @@ from eyas.errors import StoreError
 from eyas.plan.budget import Need, Ratio, measured_ratio
 from eyas.plan.cache import cache_object, hashes, locked_stage
 
-SAME = ("target", "codec", "boundaries", "final_hidden", "dtype")
+SAME = ("target", "codec", "boundaries", "final_hidden", "dtype", "revision")
+"""Of two captures whose states compress alike; ``revision`` counts up when a codec's bytes change."""
+INVENTED = "fake"
+"""The engine whose states are no model's: they compress forty times better."""
+MIN_SHARE = 0.01
+"""Of the planned tokens; a sample or two tell nothing of a million."""
 
 
 def earlier_ratio(root: Path, need: Need, capture: Mapping[str, Any], manifest_path: Path) -> Ratio | None:
@@ -37,7 +42,8 @@ def earlier_ratio(root: Path, need: Need, capture: Mapping[str, Any], manifest_p
         return None
     manifest = fs.read_json(path)
     try:
-        if not _is_like(manifest["capture"], capture):
+        is_telling = manifest["num_stored_tokens"] >= MIN_SHARE * need.num_tokens
+        if not is_telling or not _is_like(manifest["capture"], capture):
             return None
         where = f"{len(manifest['shards']):,} shards of {manifest['identity'][:16]}"
         return measured_ratio(need, manifest["stored_bytes"], manifest["num_stored_tokens"], where)
@@ -57,6 +63,9 @@ def _cached(root: Path, path: Path) -> Path | None:
 
 def _is_like(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     """The share of rows that are left out is the tokens' own: it is known of no other tokens."""
+    engines = {stored.get("engine"), wanted.get("engine")}
+    if INVENTED in engines and len(engines) > 1:
+        return False
     rows = [capture.get("last_rows", "all") for capture in (stored, wanted)]
     if rows[0] != rows[1] or (rows[0] == "trained" and stored.get("tokens") != wanted.get("tokens")):
         return False

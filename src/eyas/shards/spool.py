@@ -61,6 +61,12 @@ class Spool:
             if whole != len(lines):
                 os.truncate(self._journal, whole)
 
+    def drop_if_empty(self) -> None:
+        """Remove a spool that holds nothing yet, so that a run that was refused leaves nothing."""
+        own = {self.states.name, "identity.json"}
+        if self.folder.is_dir() and not any(self._files()) and {p.name for p in self.folder.iterdir()} <= own:
+            shutil.rmtree(self.folder)
+
     def journal(self) -> dict[str, FinishedShard]:
         """Finished shards by path, as far as the journal's lines are whole."""
         if not self._journal.exists():

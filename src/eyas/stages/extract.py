@@ -16,7 +16,7 @@ from eyas.engines.summary import extract_table
 from eyas.errors import PlanError
 from eyas.plan.budget import Need, Reclaim
 from eyas.plan.build import build_plan
-from eyas.plan.cache import cache_types, check_links, hashes, locked_stage, object_finder
+from eyas.plan.cache import check_links, copying_types, hashes, locked_stage, object_finder
 from eyas.plan.earlier import earlier_ratio
 from eyas.plan.identity import capture_identity
 from eyas.shards.handover import HOME, LOCK_NAME, hand_over, settle
@@ -63,7 +63,7 @@ def _limits(params: Params, plan: CapturePlan, root: Path, manifest_path: Path) 
     return ExtractLimits(
         reserve_bytes=params.extract.reserve_bytes,
         max_failed_samples=params.extract.max_failed_samples,
-        cache_types=cache_types(root),
+        cache_types=copying_types(root),
         earlier_ratio=earlier_ratio(root, Need.of(plan), to_plain(plan.capture), manifest_path),
         reclaim=reclaim,
     )

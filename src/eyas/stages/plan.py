@@ -9,7 +9,7 @@ from eyas import config, console, fs
 from eyas.contracts import TargetIdentity
 from eyas.plan.budget import budget, summary
 from eyas.plan.build import build_plan, check_context
-from eyas.plan.cache import cache_types
+from eyas.plan.cache import copying_types
 from eyas.plan.identity import capture_identity
 from eyas.plan.summary import plan_table
 from eyas.stages import common
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
         fs.write_record(plan_path, plan)
         run.facts = {"identity": plan.identity, "payload_bytes": plan.payload_bytes}
     console.emit(plan_table(plan))
-    found = budget(plan, fs.free_bytes(Path.cwd()), params.extract.reserve_bytes, cache_types=cache_types(Path.cwd()))
+    found = budget(plan, fs.free_bytes(Path.cwd()), params.extract.reserve_bytes, cache_types=copying_types(Path.cwd()))
     verdict = "fits" if found.fits else f"does NOT fit, {found.num_samples_that_fit:,} samples would"
     console.log(f"{summary(found)}: {verdict}")
 

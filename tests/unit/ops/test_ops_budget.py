@@ -139,13 +139,15 @@ def test_a_published_capture_is_complete(world):
 @pytest.mark.parametrize(
     ("changes", "rows", "is_like"),
     [
-        ({"tokens": "9" * 64, "engine": "vllm"}, "all", True),
+        ({"tokens": "9" * 64}, "all", True),
+        ({"engine": "hf"}, "all", False),
+        ({"revision": 1}, "all", False),
         ({"target": "9" * 64}, "all", False),
         ({"codec": "int8"}, "all", False),
         ({"boundaries": [1, 2, 4]}, "all", False),
         ({"last_rows": "trained"}, "all", False),
         ({"tokens": "9" * 64}, "trained", False),
-        ({"engine": "vllm"}, "trained", True),
+        ({"batch_tokens": 9}, "trained", True),
     ],
 )
 @pytest.mark.parametrize("place", ["workspace", "cache"])

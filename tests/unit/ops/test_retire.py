@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -134,6 +135,44 @@ def test_a_retired_adoption_comes_back_by_git_or_by_adopting_again(root: Path) -
     assert [event["event"] for event in ledger.read(root)] == ["adopt", "retire", "retire", "adopt"]
 
 
+def test_the_undo_that_is_printed_is_one_that_works(root: Path, tmp_path: Path) -> None:
+    """Git can give back only what its last commit has."""
+    assert retire(root, "old").undo == "git checkout adopted/old.dvc"
+    other = make_folder(tmp_path / "it's new")
+    first = adopt_other(root, other, name="new")
+    done = retire(root, "new")
+    command, text = f"make adopt DIR={shlex.quote(str(other))} ENGINE=", retired_text(done)
+    assert done.undo.startswith(command)
+    assert command in text
+    assert "git checkout" not in text
+    assert "git commit" not in text
+    assert adopt_other(root, other, name="new").hash == first.hash
+    done = retire(root, capture(root, "two")[:8])
+    assert done.undo.startswith("make extract")
+    assert "git commit -am" in retired_text(done)
+
+
+def test_a_name_that_was_given_again_means_what_is_there(root: Path, tmp_path: Path) -> None:
+    """Old commits name the first one for ever; gc has deleted it."""
+    gone = retire(root, "old").hash
+    commit(root, "retired")
+    ok(root, "dvc", "gc", "-q", "-f", "-w", "-a", "-T", "--all-experiments")
+    shutil.rmtree(root / "adopted/old")
+    shutil.rmtree(root / ".eyas/adopted/old")
+    second = adopt_other(root, make_folder(tmp_path / "old", {"b": b"other"}))
+    commit(root, "again")
+    assert find(root, "old").hash == second.hash
+    assert find(root, gone[:8]).hash == gone
+    retire(root, "old")
+    commit(root, "retired again")
+    assert find(root, "old").hash == second.hash  # no longer named, still on the disk
+    shutil.rmtree(root / ".dvc/cache")
+    shutil.rmtree(root / "adopted/old")
+    shutil.rmtree(root / ".eyas/adopted/old")
+    with pytest.raises(StoreError, match=rf"means 2 generations, .*old \({gone[:10]}\)"):
+        find(root, "old")
+
+
 def test_a_spool_is_marked_and_taken_up_again(root: Path) -> None:
     spool = Spool(root / ".eyas", CAPTURE)
     spool.prepare()
@@ -227,6 +266,12 @@ def test_one_entry_goes_and_every_other_byte_stays(stages: dict, draw, has_schem
     assert (parsed, set(parsed["stages"])) == (original, rest.keys())
     lines = iter(stream.getvalue().splitlines())
     assert all(line in lines for line in left.splitlines() if line != b"stages: {}")
+
+
+@pytest.mark.parametrize("command", ["'\x85      '", '"a\\\n      b"', "a\u2028b", "|\n      a\x85\n      b"])
+def test_signs_that_break_lines_in_some_places_alone(command: str) -> None:
+    text = f"stages:\n  one:\n    cmd: {command}\n    params:\n  two:\n    cmd: x\nschema: '2.0'\n".encode()
+    assert without_stage(text, "one") == b"stages:\n  two:\n    cmd: x\nschema: '2.0'\n"
 
 
 @pytest.mark.parametrize("lock", [b"", b"[]", b"stages:\n", b"stages:\n  other: 1\n", b"\tx: {", b"stages: 1\n"])

@@ -190,6 +190,35 @@ def test_what_cannot_be_trained_from_is_refused(tmp_path: Path) -> None:
         train_from(root, "nothing", ImportOptions())
 
 
+def test_a_set_of_another_folder_under_the_same_name_is_not_taken_for_it(tmp_path: Path) -> None:
+    root = make_repository(tmp_path / "r")
+    shutil.copy(REPOSITORY / "dvc.yaml", root)
+    adopt_other(root, make_folder(tmp_path / "old"))
+    write_pipeline(root, "specforge", Path("/elsewhere"), root / "imports/old", ImportOptions(boundaries=(1, 2)))
+    text = (root / "imports/old/dvc.yaml").read_text()
+    for options in (ImportOptions(), ImportOptions(boundaries=(1, 2))):
+        with pytest.raises(StoreError, match=r"imported by hand and is not of adopted/old: .*--from /elsewhere"):
+            train_from(root, "old", options)
+    assert (root / "imports/old/dvc.yaml").read_text() == text
+
+
+def test_what_was_said_of_one_generation_is_not_said_of_the_next_of_its_name(tmp_path: Path, monkeypatch) -> None:
+    root = make_repository(tmp_path / "r")
+    shutil.copy(REPOSITORY / "dvc.yaml", root)
+    adopt_other(root, make_folder(tmp_path / "old"))
+    ran: list[tuple[str, ...]] = []
+    monkeypatch.setattr("eyas.ops.train_from._dvc", lambda _, *words: ran.append(words) or 0)
+    path = root / "adopted/old.dvc"
+    path.write_text(path.read_text().replace("layout: other", "layout: specforge"))
+    train_from(root, "old", ImportOptions(boundaries=(1, 2)))
+    train_from(root, "old", ImportOptions())  # the same one: as was said
+    assert "--boundaries 1,2" in (root / "imports/old/dvc.yaml").read_text()
+    assert ran == [("repro", "imports/old/dvc.yaml")] * 2
+    path.write_text(re.sub("md5: .*", f"md5: {'0' * 32}.dir", path.read_text()))
+    with pytest.raises(DataError, match="which layers"):
+        train_from(root, "old", ImportOptions())
+
+
 def test_run_records_of_an_imported_set_lie_with_it() -> None:
     assert runs_folder([Path("imports/x/drafter")]) == Path("imports/x/reports/runs")
     for path in ("models/drafter", "imports/x", "data/imports/x/y"):

@@ -20,6 +20,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_the_engine_opens(case, monke
     with pytest.raises(DiskError, match=r"need .* does not fit, \d+ of 40 samples would"):
         case.extract(engine)
     assert engine.num_opened == 0
+    assert not list((case.spool.parent).iterdir())
 
 
 def test_a_run_stops_at_a_shard_boundary_when_the_disk_falls_to_the_reserve(case, unbroken, monkeypatch):
