@@ -122,6 +122,8 @@ def find(root: Path, name: str) -> Generation:
     Raises:
         StoreError: None or several are meant.
     """
+    if not name:
+        raise StoreError("no generation was named", "GEN=…; `make generations` lists them")
     generations = list_generations(read_situation(root, commits=True))
     exact = [g for g in generations if name in (g.name, g.hash, g.hash.removesuffix(".dir"))]
     if len(exact) > 1:  # a name given again: old commits name for ever what was deleted under it
@@ -224,11 +226,13 @@ def _pipeline_facts(cache: Cache, uses: list[_Use]) -> Facts:
 
 
 def _named_by(uses: list[_Use]) -> tuple[str, ...]:
-    """Names that keep it; of bare commits only their number and the newest."""
+    """What keeps it; where nothing does, the newest of the commits that name it and their number."""
     kept = dict.fromkeys(str(revision) for revision, _, _ in uses if revision.is_kept)
     commits = sorted({(r.when_s, r.name) for r, _, _ in uses if r.kind == "commit"}, reverse=True)
+    if kept or not commits:
+        return tuple(kept)
     more = f" and {len(commits) - 1} more" if len(commits) > 1 else ""
-    return (*kept, *([f"commit {commits[0][1]}{more}"] if commits else []))
+    return (f"commit {commits[0][1]}{more}",)
 
 
 def _when(cache: Cache, name: str, commits: Sequence[int]) -> int:

@@ -65,7 +65,8 @@ def _done_before(root: Path, plan_id: str) -> dict[str, Any]:
     if done:
         console.log(f"gc: plan {plan_id} was carried out on {done[-1]['when']}; nothing was left to do")
         return done[-1]
-    raise EyasError(f"no plan has the id {plan_id!r}", "make gc-plan")
+    what = f"no plan has the id {plan_id!r}" if plan_id else "no plan was confirmed, expected the id of one"
+    raise EyasError(what, "`make gc-plan` prints it: make gc CONFIRM=…")
 
 
 # ── the beginning ─────────────────────────────────────────────────────────────────────────────

@@ -12,10 +12,12 @@ from eyas.generations.generation import Generation
 from eyas.generations.kept import cached_outs
 from eyas.generations.listing import Situation
 from eyas.generations.objects import DIR_SUFFIX, CachedObject
+from eyas.generations.runs import run_cache_names
 from eyas.generations.trees import TreeFile
 from eyas.ops.gc_going import Going, GoingName
 
 NEVER_NAMED = "named by no commit"
+REPORTS = "reports in DVC's run cache"
 STRAYS = "left by a killed DVC"
 
 
@@ -64,8 +66,10 @@ def group(found: Situation, gone: Going, generations: Sequence[Generation]) -> l
     owned = {name for one in groups for name in one.objects}
     rest = {name for name in gone.objects if name not in owned}
     others = list(_out_groups(found, rest)) if rest else []
-    if rest:
-        others.append(Group(title=NEVER_NAMED, objects=sorted(rest)))
+    remembered = rest & run_cache_names(found.cache) if rest else set[str]()
+    for title, names in ((REPORTS, remembered), (NEVER_NAMED, rest - remembered)):
+        if names:
+            others.append(Group(title=title, objects=sorted(names)))
     if gone.strays:
         others.append(Group(title=STRAYS, strays=list(gone.strays.values())))
     return [*groups, *others]

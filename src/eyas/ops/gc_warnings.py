@@ -13,7 +13,7 @@ from eyas.generations.listing import Situation
 from eyas.generations.objects import CachedObject
 from eyas.generations.trees import TreeFile
 from eyas.ops.gc_going import Going, stats
-from eyas.ops.gc_groups import NEVER_NAMED, GroupRow
+from eyas.ops.gc_groups import NEVER_NAMED, REPORTS, GroupRow
 from eyas.ops.gc_remote import remotes
 
 
@@ -63,7 +63,10 @@ def warnings(found: Situation, gone: Going, listed: Sequence[GroupRow]) -> Itera
             yield f"{row.title}: no commit that is left ever named it; once it is gone nothing tells how it was made"
     for row in listed:
         if row.title == NEVER_NAMED:
-            yield f"{row.num_objects:,} objects ({human_bytes(row.stored_bytes)}) are named by no commit that is left"
+            count = "1 object is" if row.num_objects == 1 else f"{row.num_objects:,} objects are"
+            yield f"{count} named by no commit that is left ({human_bytes(row.stored_bytes)})"
+        if row.title == REPORTS:
+            yield "with these reports goes a shortcut: if dvc.lock is ever lost, the stages that made them run again"
     if gone.changed:
         yield (
             f"{len(gone.changed):,} names hold something else than was recorded and stay ({gone.changed[0]}); "

@@ -18,6 +18,7 @@ from eyas.errors import ConfigError, EyasError, StoreError
 from eyas.generations import ledger
 from eyas.generations.generation import Generation
 from eyas.generations.listing import find
+from eyas.generations.reclaim import current_branch
 from eyas.generations.revisions import PIN_PREFIX, Revision, read_revisions
 from eyas.generations.trees import ADOPTED_HOME, RETIRED_HOME, mark_retired
 from eyas.shards.handover import HOME, LOCK_NAME, RETIRED_MARK, SPOOL
@@ -38,6 +39,8 @@ class Retired:
     """Files of the workspace that no longer name it."""
     named_by: tuple[str, ...]
     """Branches, tags and experiments that still do, and so keep it."""
+    awaits_commit: str
+    """The branch that is checked out, if it is among them: a commit ends that. Else empty."""
     freed_bytes: int
     """What gc frees once nothing keeps it."""
     undo: str
@@ -75,6 +78,7 @@ def retire(root: Path, name: str) -> Retired:
             edited = _drop_names(root, generation)
             mark_retired(root, generation.hash)
         left = tuple(str(revision) for revision, _ in _naming(root, generation, commits=False) if revision.is_kept)
+        branch = f"branch {current_branch(root)}"
         event = {"event": "retire", "name": generation.name, "hash": generation.hash, "bytes": generation.stored_bytes}
         ledger.append(root, event | {"edited": edited, "named_by": left})
     return Retired(
@@ -83,6 +87,7 @@ def retire(root: Path, name: str) -> Retired:
         kind=generation.kind,
         edited=tuple(edited),
         named_by=left,
+        awaits_commit=branch if branch in left else "",
         freed_bytes=generation.freed_bytes,
         undo=undo,
     )
@@ -192,7 +197,9 @@ def keep(root: Path, name: str, pin: str) -> Kept:
     if not commits:
         raise StoreError(
             f"no commit names generation {generation.name}, and a tag is on a commit",
-            "git add -A && git commit, then keep it",
+            f"git add {generation.path}.dvc && git commit"
+            if generation.kind == "adopted"
+            else "git add dvc.lock && git commit",
         )
     newest = max(commits, key=lambda revision: (revision.when_s, revision.commit))
     there = _git(root, "rev-parse", "--verify", "--quiet", f"refs/tags/{tag}^{{commit}}").stdout.strip()
@@ -217,9 +224,13 @@ def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def retired_text(done: Retired) -> str:
     """A retirement for people."""
     size = console.human_bytes(done.freed_bytes)
-    lines = [f"retired: {done.name} ({done.hash[:10]}), {done.kind}; no byte was deleted"]
-    lines += [f"no longer named in {file}" for file in done.edited] or ["the workspace did not name it"]
-    if done.named_by:
+    short = "" if done.hash.startswith(done.name) else f" ({done.hash[:10]})"
+    lines = [f"retired: {done.name}{short}, {done.kind}; no byte was deleted"]
+    marked = "marked as given up:" if done.kind == "spool" else "no longer named in"
+    lines += [f"{marked} {file}" for file in done.edited] or ["the workspace did not name it"]
+    if done.named_by == (done.awaits_commit,):
+        lines.append(f"{done.awaits_commit} keeps it until you commit; then gc frees {size}")
+    elif done.named_by:
         lines.append(f"STILL KEPT by {', '.join(done.named_by)}: gc frees nothing of it while they name it")
     elif done.kind == "spool":
         lines.append(f"gc frees {size}; `make extract` takes it up again if that capture is wanted before")

@@ -93,7 +93,7 @@ def test_a_retired_capture_leaves_its_entry_alone_and_git_brings_it_back(root: P
     assert (done.edited, done.named_by, cached(root)) == (("dvc.lock",), ("branch main",), objects)
     assert (root / STATES / "shard").read_bytes() == states
     text = retired_text(done)
-    assert "STILL KEPT by branch main" in text
+    assert "branch main keeps it until you commit" in text
     assert "git checkout dvc.lock" in text
     assert (root / ".eyas/retired" / md5).exists()
     ok(root, "git", "checkout", "-q", "dvc.lock")
