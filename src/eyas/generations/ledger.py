@@ -55,7 +55,7 @@ def read(root: Path) -> list[dict[str, Any]]:
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             events.append(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eyas.errors import StoreError
@@ -75,14 +75,30 @@ def removed_objects(found: Situation) -> list[CachedObject]:
 
 def removed_trees(found: Situation) -> list[NameTree]:
     """Names outside the cache that go: those of generations that nothing keeps, and of retired spools."""
-    return [tree for tree in found.trees if _goes(found, tree)]
+    stays = kept_places(found)
+    return [_without(tree, stays) for tree in found.trees if _goes(found, tree)]
+
+
+def _without(tree: NameTree, stays: frozenset[str]) -> NameTree:
+    base = os.path.realpath(tree.folder)
+    return replace(tree, files={path: stat for path, stat in tree.files.items() if f"{base}/{path}" not in stays})
 
 
 def _goes(found: Situation, tree: NameTree) -> bool:
+    if tree.generation in found.kept.names:
+        return False
     if tree.kind == "spool" and tree.is_retired:
         return True
     # Only what the cache still has under that name was ever recorded; the rest is not gc's.
-    return bool(tree.generation) and tree.generation in found.cache.objects and tree.generation not in found.kept.names
+    return bool(tree.generation) and tree.generation in found.cache.objects
+
+
+def kept_places(found: Situation) -> frozenset[str]:
+    """Absolute names of files that belong to a kept generation: folders that were adopted can overlap."""
+    kept = [tree for tree in found.trees if tree.generation in found.kept.names]
+    return frozenset(
+        f"{base}/{path}" for tree in kept for base in (os.path.realpath(tree.folder),) for path in tree.files
+    )
 
 
 def removed_files(found: Situation) -> list[TreeFile]:

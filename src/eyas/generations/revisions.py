@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -40,6 +40,8 @@ class Revision:
     when_s: int
     """Seconds since 1970, of the commit; of the workspace 0."""
     stages: Snapshot
+    is_lost: bool = False
+    """No reference leads to this commit any more, only git's reflog: amended, reset, or made on a detached HEAD."""
     problem: str = ""
     """Why gc must not rely on it; where its files could not be read, ``stages`` is empty."""
 
@@ -53,7 +55,7 @@ class Revision:
 
 
 def read_revisions(root: Path, *, commits: bool) -> list[Revision]:
-    """Read the workspace and every named revision, then, if asked, every commit that any reference leads to.
+    """Read the workspace and every named revision, then, if asked, every commit that a reference or a reflog leads to.
 
     Raises:
         StoreError: ``root`` is in no git repository.
@@ -71,8 +73,7 @@ def read_revisions(root: Path, *, commits: bool) -> list[Revision]:
     revisions = [reader.workspace()]
     revisions += [reader.revision(kind, name, commit) for kind, name, commit in _named(repo)]
     if commits:
-        starts = [repo.references[name] for name in repo.references]
-        revisions += [reader.revision("commit", str(c.id)[:10], c) for c in _reachable(repo, starts)]
+        revisions += [reader.revision("commit", str(c.id)[:10], c, is_lost=lost) for c, lost in _all_commits(repo)]
     return revisions
 
 
@@ -107,24 +108,39 @@ def _experiment(full: str, commit: pygit2.Commit) -> Iterator[pygit2.Commit]:
         commit = commit.parents[0]
 
 
-def _reachable(repo: pygit2.Repository, starts: Iterable[pygit2.Reference]) -> Iterator[pygit2.Commit]:
+def _all_commits(repo: pygit2.Repository) -> Iterator[tuple[pygit2.Commit, bool]]:
+    """Every commit that a reference leads to, then those that only the reflogs lead to, and which of the two."""
     import pygit2
 
-    seen: set[pygit2.Oid] = set()
+    references = [repo.references[name] for name in repo.references]
     heads = [] if repo.head_is_unborn else [repo.head]
+    seen: set[pygit2.Oid] = set()
     queue = []
-    for reference in [*heads, *starts]:
+    for reference in [*heads, *references]:
         try:
             queue.append(reference.peel(pygit2.Commit))
         except (pygit2.GitError, pygit2.InvalidSpecError, KeyError):
             continue
+    for commit in _ancestors(repo, queue, seen):
+        yield commit, False
+    logged = {entry.oid_new for ref in [repo.lookup_reference("HEAD"), *references] for entry in ref.log()}
+    lost = [repo[oid] for oid in logged if oid not in seen and oid in repo]
+    for commit in _ancestors(repo, [found for found in lost if isinstance(found, pygit2.Commit)], seen):
+        yield commit, True
+
+
+def _ancestors(repo: pygit2.Repository, queue: list[pygit2.Commit], seen: set[pygit2.Oid]) -> Iterator[pygit2.Commit]:
+    """Commits and what they came from, each that was not seen yet."""
+    import pygit2
+
     while queue:
         commit = queue.pop()
         if commit.id not in seen:
             seen.add(commit.id)
             yield commit
             # A shallow clone names parents that it does not have.
-            queue += [repo[parent] for parent in commit.parent_ids if parent in repo]
+            parents = [repo[parent] for parent in commit.parent_ids if parent in repo]
+            queue += [parent for parent in parents if isinstance(parent, pygit2.Commit)]
 
 
 class _Reader:
@@ -147,15 +163,28 @@ class _Reader:
         stages, problem = _parse(files)
         return Revision(kind="workspace", name="workspace", commit=head, when_s=0, stages=stages, problem=problem)
 
-    def revision(self, kind: RevisionKind, name: str, commit: pygit2.Commit | None) -> Revision:
+    def revision(
+        self, kind: RevisionKind, name: str, commit: pygit2.Commit | None, *, is_lost: bool = False
+    ) -> Revision:
+        import pygit2
+
         if commit is None:
             problem = "it is on no commit, and DVC's gc fails on such a tag (`git tag -d` removes it)"
             return Revision(kind=kind, name=name, commit="", when_s=0, stages=(), problem=problem)
-        stages, problem = self._stages(commit)
+        try:
+            stages, problem = self._stages(commit)
+        except (KeyError, pygit2.GitError) as error:
+            stages, problem = (), f"git lacks objects of it ({error}); `git fetch --refetch --no-filter` fetches them"
         if kind in ("branch", "tag") and not self._is_meant(name, commit):
             problem = "git and DVC's gc take this name for another commit; give the branch or tag a name of its own"
         return Revision(
-            kind=kind, name=name, commit=str(commit.id), when_s=commit.commit_time, stages=stages, problem=problem
+            kind=kind,
+            name=name,
+            commit=str(commit.id),
+            when_s=commit.commit_time,
+            stages=stages,
+            is_lost=is_lost,
+            problem=problem,
         )
 
     def _is_meant(self, name: str, commit: pygit2.Commit) -> bool:

@@ -18,15 +18,17 @@ from typing import Any, Literal, NamedTuple
 from eyas import fs
 from eyas.generations.objects import BLOCK_BYTES
 from eyas.generations.revisions import Revision
+from eyas.generations.snapshot import LOCK
 from eyas.shards.handover import HOME, RETIRED_MARK, SPOOL, dir_md5, stored_files
 
 STATES_NAME = "hidden_states"
 ADOPTED = Path("adopted")
 ADOPTED_HOME = HOME / "adopted"
-"""Facts of this machine about adoptions: ``<name>/origin.json`` holds ``generation`` (hash), ``folder`` (absolute) and
-``files``: ``path``, ``size_bytes``, ``inode`` and ``mtime_ns`` of each as it was linked."""
+"""Facts of this machine about adoptions: ``<name>/origin.json`` holds ``generation`` (hash), ``folder`` (absolute),
+``files`` (``path``, ``size_bytes``, ``inode`` and ``mtime_ns`` of each as it was linked) and ``witness``."""
+SOURCE = "source.json"
 RETIRED_HOME = HOME / "retired"
-"""An empty file per generation that was retired and not collected yet, named by its hash."""
+"""A file per generation that was retired and not collected yet, named by its hash."""
 TreeKind = Literal["workspace", "spool", "adopted", "origin"]
 
 
@@ -146,6 +148,8 @@ def _adopted(root: Path, home: Path) -> list[NameTree]:
         unchanged = {str(file["path"]): (int(file["inode"]), int(file["mtime_ns"])) for file in value["files"]}
     except (KeyError, TypeError, ValueError):
         return []
+    if value.get("witness") != witness(home) or os.path.realpath(origin) != os.fspath(origin):
+        unchanged = {}  # noted by the repository that this is a copy of; or moved, and a link put in its place
     trees = []
     places: tuple[tuple[TreeKind, Path], ...] = (("adopted", root / ADOPTED / home.name), ("origin", origin))
     for kind, folder in places:
@@ -154,6 +158,39 @@ def _adopted(root: Path, home: Path) -> list[NameTree]:
             NameTree(kind=kind, folder=folder, generation=generation, identity="", files=files, num_listed=len(listed))
         )
     return trees
+
+
+def mark_retired(root: Path, generation: str) -> None:
+    """Note that the workspace was told to give a generation up."""
+    fs.write_text(root / RETIRED_HOME / generation, _lock_stamp(root))
+
+
+def is_retired(root: Path, generation: str) -> bool:
+    """Whether it was, and ``dvc.lock`` is as it was then: ``git checkout`` takes a retirement back, and not its mark."""
+    try:
+        return (root / RETIRED_HOME / generation).read_text() == _lock_stamp(root)
+    except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError):
+        return False
+
+
+def _lock_stamp(root: Path) -> str:
+    try:
+        found = (root / LOCK).stat()
+    except FileNotFoundError:
+        return ""
+    return f"{found.st_ino} {found.st_mtime_ns}"
+
+
+def witness(home: Path) -> list[int]:
+    """What no copy of a repository can have of an adoption's own file: its inode and its time of change.
+
+    The origin's absolute name is in the copy too, and is not the copy's to delete.
+    """
+    try:
+        found = (home / SOURCE).stat()
+    except FileNotFoundError:
+        return []
+    return [found.st_ino, found.st_ctime_ns]
 
 
 def _json(path: Path) -> dict[str, Any] | None:
@@ -176,7 +213,7 @@ def _stat_listed(
             continue
         if found.st_size != size_bytes:
             continue
-        if unchanged is not None and unchanged[path] != (found.st_ino, found.st_mtime_ns):
+        if unchanged is not None and unchanged.get(path) != (found.st_ino, found.st_mtime_ns):
             continue
         files[path] = _stat(found)
     return files

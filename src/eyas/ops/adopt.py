@@ -22,7 +22,7 @@ from eyas.canonical import to_plain
 from eyas.contracts import payload_bytes
 from eyas.errors import ConfigError, StoreError
 from eyas.generations import ledger
-from eyas.generations.trees import ADOPTED, ADOPTED_HOME, RETIRED_HOME
+from eyas.generations.trees import ADOPTED, ADOPTED_HOME, RETIRED_HOME, SOURCE, witness
 from eyas.ops.adopt_hash import JOURNAL, hash_files
 from eyas.ops.adopt_place import PROTECTED, Placer, Way, check_unchanged, choose_ways
 from eyas.ops.adopt_source import OTHER, FoundFolder, find_files, refuse_what_dvc_takes_otherwise
@@ -165,6 +165,12 @@ def _check_name(root: Path, name: str, found: FoundFolder) -> None:
             f"name {name!r}, expected letters, digits, '_', '.' and '-', and not only hexadecimal digits",
             "give another one: NAME=vllm_2024",
         )
+    ignored = _dvc_file(root, name).relative_to(root)
+    if subprocess.run(["git", "check-ignore", "-q", ignored], cwd=root, check=False).returncode == 0:
+        raise StoreError(
+            f"git's rules pass over {ignored}: DVC would not see it, and gc would take its files for unused",
+            f"`git check-ignore -v {ignored}` names the rule; `!{ignored}` after it takes the file out",
+        )
     home = root / ADOPTED_HOME / name
     origin = fs.read_json(home / "origin.json") if (home / "origin.json").is_file() else None
     if origin is None and _dvc_file(root, name).exists():
@@ -174,7 +180,7 @@ def _check_name(root: Path, name: str, found: FoundFolder) -> None:
             f"{name} is the name of a generation that was adopted from {origin.get('folder')}, this is {found.path}",
             "take another name: NAME=",
         )
-    source = home / "source.json"
+    source = home / SOURCE
     other = fs.read_json(source).get("folder", "") if source.is_file() else str(found.path)
     if other != str(found.path):
         if (home / JOURNAL).is_file() and Path(other).is_dir():
@@ -183,7 +189,8 @@ def _check_name(root: Path, name: str, found: FoundFolder) -> None:
                 f"take another name: NAME=; or give that one up: rm -r {home}",
             )
         shutil.rmtree(home)  # the journal of a folder that is gone says nothing about this one
-    fs.write_record(source, {"folder": str(found.path)})
+    if not source.is_file():
+        fs.write_record(source, {"folder": str(found.path)})
 
 
 def _sample(root: Path, found: FoundFolder, layout: str) -> Sampled | None:
@@ -241,8 +248,9 @@ def _register(root: Path, name: str, found: FoundFolder, files: list[StoredFile]
         fs.write_bytes(listed, handover.dir_object(files))
     listed.chmod(PROTECTED)
     handover.register(root, [(root / ADOPTED / name / file.path, file.md5, file.size_bytes) for file in files])
-    origin = {"generation": hashed, "folder": str(found.path), "files": found.files}
-    fs.write_record(root / ADOPTED_HOME / name / "origin.json", origin)
+    home = root / ADOPTED_HOME / name
+    origin = {"generation": hashed, "folder": str(found.path), "files": found.files, "witness": witness(home)}
+    fs.write_record(home / "origin.json", origin)
     return hashed
 
 
@@ -333,6 +341,9 @@ def adopted_rows(done: Adopted) -> list[tuple[str, object]]:
         rows.append(("twice", f"{console.human_bytes(done.shared_bytes)} whose content another file holds too"))
     if done.num_named_elsewhere:
         rows.append(("warning", f"{done.num_named_elsewhere:,} files have names elsewhere; gc cannot free those"))
+    owner = next((path for path in Path(done.folder).parents if (path / ".dvc").is_dir()), Path.cwd())
+    if owner != Path.cwd():
+        rows.append(("warning", f"it lies in {owner}, a repository of DVC's: once retired, gc deletes it there too"))
     if done.num_empty_folders:
         rows.append(("left", f"{done.num_empty_folders:,} empty folders: DVC knows files only"))
     return [*rows, ("next", f"git add {ADOPTED} && git commit")]

@@ -7,12 +7,11 @@ gets one line. Killed anywhere, the same command goes on; what somebody has name
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pwd
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +26,10 @@ from eyas.ops.gc_changes import changes
 from eyas.ops.gc_intent import INTENT, Intent, forget_plans, read_intent, read_plan, write_intent
 from eyas.ops.gc_plan import GcPlan, make_plan, read_with_projects
 from eyas.ops.gc_refusals import Refusal, refusals
-from eyas.plan.cache import cache_dir
-from eyas.shards.handover import HOME, LOCK_NAME, RETIRED_MARK, SPOOL
+from eyas.ops.gc_removal import Removal, lstat, remove_names, remove_strays
+from eyas.shards.handover import HOME, LOCK_NAME
 
 EVENT = "gc"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Removal:
-    """What became of the names outside the cache."""
-
-    num_gone: int = 0
-    num_changed: int = 0
-    """Hold something else now."""
-    num_kept: int = 0
-    """Belong to what is named or wanted again."""
 
 
 def collect(root: Path, plan_id: str) -> dict[str, Any]:
@@ -169,11 +157,12 @@ def _finish(root: Path, intent: Intent, lock: int, *, is_resumed: bool) -> dict[
         )
     else:
         gc_dvc.remove(root, projects, lock)
-    kept = read_with_projects(root, projects, commits=False).kept
+    found = read_with_projects(root, projects, commits=False)
+    kept = found.kept
     if kept.problems:
         raise EyasError(f"it is not certain any more what is in use: {kept.problems[0]}", "make gc-plan says more")
-    removal = _remove_names(root, intent, kept.names)
-    _remove_strays(root, intent)
+    removal = remove_names(root, intent, found)
+    remove_strays(root, intent)
     for generation in intent.generations:
         if generation["hash"] not in kept.names:
             (root / RETIRED_HOME / generation["hash"]).unlink(missing_ok=True)
@@ -192,63 +181,6 @@ def _left_over(root: Path, intent: Intent, projects: Sequence[Path]) -> set[str]
     return gc_dvc.would_remove(root, projects) - confirmed
 
 
-def _remove_names(root: Path, intent: Intent, kept: frozenset[str]) -> Removal:
-    num_gone = num_changed = num_kept = 0
-    taken_up = set(_taken_up(root, intent))
-    folders: dict[str, str] = {}
-    for path, generation, folder, *recorded in intent.names:
-        if generation in kept or folder in taken_up:
-            num_kept += 1
-            continue
-        found = _lstat(root / path)
-        if found is not None and [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns] != recorded:
-            num_changed += 1
-            continue
-        with contextlib.suppress(FileNotFoundError):
-            (root / path).unlink()
-        num_gone += 1
-        if path.startswith(f"{folder}/"):
-            folders[os.path.dirname(path)] = folder  # noqa: PTH120 - 80,000 times
-    _remove_empty(root, folders)
-    return Removal(num_gone=num_gone, num_changed=num_changed, num_kept=num_kept)
-
-
-def _taken_up(root: Path, intent: Intent) -> Iterator[str]:
-    """Spools that were retired and that an extraction has taken up again: it removes the mark."""
-    for path, _, folder, *_ in intent.names:
-        is_mark = path == f"{folder}/{RETIRED_MARK}" and folder.startswith(f"{HOME / SPOOL}/")
-        if is_mark and not (root / path).exists() and any((root / folder).glob("*.json*")):
-            yield folder
-
-
-def _remove_empty(root: Path, folders: dict[str, str]) -> None:
-    """Folders that lost their last file, the inner ones first, up to the tree's own."""
-    empty = set(folders)
-    for inner, top in folders.items():
-        while inner != top and inner.startswith(f"{top}/"):
-            inner = os.path.dirname(inner)  # noqa: PLW2901, PTH120
-            empty.add(inner)
-    for folder in sorted(empty, key=len, reverse=True):
-        with contextlib.suppress(OSError):  # not empty, not there, a mount point
-            (root / folder).rmdir()
-
-
-def _remove_strays(root: Path, intent: Intent) -> None:
-    """What DVC takes for objects by its place, and finds or not by its name."""
-    for path, recorded in intent.strays.items():
-        stray = cache_dir(root) / path
-        found = _lstat(stray)
-        if found is not None and (found.st_dev, found.st_ino, found.st_size) == recorded:
-            stray.unlink()
-
-
-def _lstat(path: str | Path) -> os.stat_result | None:
-    try:
-        return os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
 # ── the account ───────────────────────────────────────────────────────────────────────────────
 
 
@@ -263,6 +195,11 @@ def _event(root: Path, intent: Intent, kept: frozenset[str], removal: Removal, n
     if removal.num_kept or removal.num_changed:
         notes.append(
             f"names left alone: {removal.num_kept:,} of what is in use again, {removal.num_changed:,} changed since"
+        )
+    if removal.denied:
+        notes.append(
+            f"{len(removal.denied):,} names may not be removed ({removal.denied[0]}); what they hold is not free "
+            "before somebody who may removes them"
         )
     if num_left:
         notes.append(f"{num_left:,} objects of the plan are still in the cache")
@@ -290,7 +227,7 @@ def _survivors(root: Path, intent: Intent) -> tuple[set[Key], int]:
     alive = {key for name, key in intent.objects.items() if name in cache.objects}
     num_left = sum(name in cache.objects for name in intent.objects)
     for path, _, _, device, inode, *_ in intent.names:
-        found = _lstat(root / path)
+        found = lstat(root / path)
         if found is not None and (found.st_dev, found.st_ino) == (device, inode):
             alive.add((device, inode))
     return alive, num_left

@@ -98,7 +98,8 @@ def read_plan(root: Path, plan_id: str) -> dict[str, Any] | None:
         value = json.loads(plan_path(root, plan_id).read_bytes())
     except (OSError, ValueError):
         return None
-    return value if isinstance(value, dict) and "snapshot" in value else None
+    is_plan = isinstance(value, dict) and value.get("plan_id") == plan_id and {"snapshot", "projects"} <= value.keys()
+    return value if is_plan else None
 
 
 def forget_plans(root: Path, *, but: str = "") -> None:

@@ -7,6 +7,7 @@ change the outcome: HEAD, a branch, an object, a name. ``gc`` accepts it only wh
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,7 +61,7 @@ class GcPlan:
 
 
 def parse_projects(text: str | None) -> tuple[Path, ...] | None:
-    """``/a /b`` as paths, ``none`` as no paths; None when nothing was said.
+    """``/a '/b c'`` as paths, quoted as in a shell, ``none`` as no paths; None when nothing was said.
 
     Raises:
         StoreError: One of them is no DVC repository.
@@ -69,7 +70,12 @@ def parse_projects(text: str | None) -> tuple[Path, ...] | None:
         return None
     if text.strip() == NO_PROJECTS:
         return ()
-    projects = tuple(Path(part).resolve() for part in text.split())
+    try:
+        projects = tuple(Path(part).resolve() for part in shlex.split(text))
+    except ValueError as error:
+        raise StoreError(
+            f"PROJECTS {text!r}: {error}", "make gc-plan PROJECTS=\"'/path with spaces' /other\""
+        ) from None
     for project in projects:
         if not (project / ".dvc").is_dir():
             raise StoreError(

@@ -52,10 +52,11 @@ def warnings(found: Situation, gone: Going, listed: Sequence[GroupRow]) -> Itera
     if not (gone.objects or gone.names):
         return
     states = [row for row in listed if row.hash]
-    if states and not remotes(found.root):
+    has_remote = bool(remotes(found.root))
+    if states and not has_remote:
         yield "DVC has no remote: for what goes, this is the only copy"
     for row in states:
-        if row.num_pushed is not None and row.num_pushed < row.num_objects:
+        if has_remote and row.num_pushed is not None and row.num_pushed < row.num_objects:
             missing = row.num_objects - row.num_pushed
             yield f"{row.title}: {missing:,} of {row.num_objects:,} objects are in no remote that answers"
         if not row.last_named_by and row.kind != "spool":
@@ -71,6 +72,7 @@ def warnings(found: Situation, gone: Going, listed: Sequence[GroupRow]) -> Itera
     if found.shared.has_encoded:
         yield "the file system compresses: what is freed can be less than the plan says"
     yield from _only_elsewhere(found, states)
+    yield from _only_lost(found, states)
 
 
 def _only_elsewhere(found: Situation, states: Sequence[GroupRow]) -> Iterator[str]:
@@ -93,3 +95,14 @@ def _only_elsewhere(found: Situation, states: Sequence[GroupRow]) -> Iterator[st
         }
         if where := sorted({name for commit, name in tips.items() if commit in naming}):
             yield f"{row.title}: {', '.join(where)} names it, but no local branch or tag does: DVC does not keep it"
+
+
+def _only_lost(found: Situation, states: Sequence[GroupRow]) -> Iterator[str]:
+    """Generations of commits that were amended, reset or dropped: git forgets those too, in some weeks."""
+    for row in states:
+        naming = [r for r in found.revisions if any(out.name == row.hash for stage in r.stages for out in stage.outs)]
+        if naming and all(revision.is_lost for revision in naming):
+            yield (
+                f"{row.title}: only commit {naming[0].name} names it, and no branch or tag leads there any more "
+                "(git's reflog does); `make keep` pins it"
+            )

@@ -130,7 +130,7 @@ def as_text(listing: Listing) -> str:
     for line, generation in zip(lines, listing.generations, strict=True):
         parts += [line, *_wrapped(_remarks(generation))]
     parts += [line for gone in listing.collected for line in _gone_lines(gone)]
-    parts += ["", _totals(listing)]
+    parts += ["", *_elsewhere(listing), _totals(listing)]
     parts += [f"problem: {problem}" for problem in listing.problems]
     return "\n".join(parts)
 
@@ -203,3 +203,14 @@ def _totals(listing: Listing) -> str:
         f"{num:,} {'generation' if num == 1 else 'generations'}, {human_bytes(listing.disk_bytes)} on disk with files "
         f"that several share counted once; gc would free {human_bytes(listing.freed_now_bytes)} now{more}"
     )
+
+
+def _elsewhere(listing: Listing) -> list[str]:
+    """Where the rest of what gc would free is listed."""
+    listed_bytes = sum(generation.freed_now_bytes for generation in listing.generations)
+    if listing.freed_now_bytes <= listed_bytes:
+        return []
+    rest = human_bytes(listing.freed_now_bytes - listed_bytes)
+    return [
+        f"not listed: {rest} that gc would free as well: `make gc-plan`; states of old commits: `make generations ALL=1`"
+    ]

@@ -10,6 +10,7 @@ import contextlib
 import re
 import shlex
 import subprocess
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,15 +20,12 @@ from eyas.generations import ledger
 from eyas.generations.generation import Generation
 from eyas.generations.listing import find
 from eyas.generations.revisions import PIN_PREFIX, Revision, read_revisions
-from eyas.generations.trees import ADOPTED_HOME, RETIRED_HOME
+from eyas.generations.trees import RETIRED_HOME, mark_retired
 from eyas.shards.handover import HOME, LOCK_NAME, RETIRED_MARK, SPOOL
 
 LOCK_SUFFIX = "dvc.lock"
-LINES = (
-    re.compile(r"[^\n\r]*(?:\r\n|[\n\r])|[^\n\r]+\Z"),
-    re.compile("[^\n\r\x85\u2028\u2029]*(?:\r\n|[\n\r\x85\u2028\u2029])|[^\n\r\x85\u2028\u2029]+\\Z"),
-)
-"""Lines as YAML counts them: what NEL and its like are depends on where they stand."""
+LINES = tuple(re.compile(f"[^{ends}]*(?:\r\n|[{ends}])|[^{ends}]+\\Z") for ends in ("\n\r", "\n\r\x85\u2028\u2029"))
+"""A line as YAML 1.2 counts it, and as YAML 1.1 does: parsers differ, also from one version to the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +41,8 @@ class Retired:
     """Branches, tags and experiments that still do, and so keep it."""
     freed_bytes: int
     """What gc frees once nothing keeps it."""
-    undo: str
-    """The command that gives the name back; empty where none was taken."""
+    is_committed: bool
+    """Whether git's last commit has the edited files as they were, so that `git checkout` brings the name back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +68,13 @@ def retire(root: Path, name: str) -> Retired:
     """
     with fs.volume_lock(root / HOME / LOCK_NAME, f"retire of {name}"):
         generation = find(root, name)
-        undo = ""
+        names = _names(root, generation)
+        is_committed = _is_committed(root, [file for file, _ in names])
         if generation.kind == "spool":
             edited = _mark_spool(root, generation)
         else:
-            undo = _undo(root, generation)
-            edited = _drop_names(root, generation)
-            _mark(root / RETIRED_HOME / generation.hash)
+            edited = _drop_names(root, names)
+            mark_retired(root, generation.hash)
         left = tuple(str(revision) for revision, _ in _naming(root, generation, commits=False) if revision.is_kept)
         event = {"event": "retire", "name": generation.name, "hash": generation.hash, "bytes": generation.stored_bytes}
         ledger.append(root, event | {"edited": edited, "named_by": left})
@@ -87,19 +85,15 @@ def retire(root: Path, name: str) -> Retired:
         edited=tuple(edited),
         named_by=left,
         freed_bytes=generation.freed_bytes,
-        undo=undo,
+        is_committed=is_committed,
     )
-
-
-def _mark(path: Path) -> None:
-    fs.write_bytes(path, b"")
 
 
 def _mark_spool(root: Path, generation: Generation) -> list[str]:
     folder = root / HOME / SPOOL / generation.facts.identity
     if not folder.is_dir():
         raise StoreError(f"{folder} is gone", "`make generations` lists what is there now")
-    _mark(folder / RETIRED_MARK)
+    fs.write_bytes(folder / RETIRED_MARK, b"")
     return [(folder / RETIRED_MARK).relative_to(root).as_posix()]
 
 
@@ -117,30 +111,24 @@ def _naming(root: Path, generation: Generation, *, commits: bool) -> list[tuple[
     return found
 
 
-def _undo(root: Path, generation: Generation) -> str:
-    """What brings the workspace's names back: git where its last commit has the files as they are, else their maker."""
+def _names(root: Path, generation: Generation) -> list[tuple[str, str]]:
+    """Files and stages of the workspace that name it."""
     naming = _naming(root, generation, commits=False)
-    files = [file for revision, stages in naming if revision.kind == "workspace" for file, _ in stages]
-    if not files:
-        return ""
-    if (
-        _git(root, "ls-files", "--error-unmatch", *files).returncode
-        == 0
-        == _git(root, "diff", "--quiet", "HEAD", "--", *files).returncode
-    ):
-        return f"git checkout {' '.join(files)}"
-    if generation.kind != "adopted":
-        return "make extract (git has no such dvc.lock; what is there is recorded, nothing is captured)"
-    origin = root / ADOPTED_HOME / generation.name / "origin.json"
-    folder = fs.read_json(origin).get("folder") if origin.is_file() else "…"
-    return f"make adopt DIR={shlex.quote(str(folder))} ENGINE=… (git never saw its name; nothing is hashed twice)"
+    return [name for revision, names in naming if revision.kind == "workspace" for name in names]
 
 
-def _drop_names(root: Path, generation: Generation) -> list[str]:
+def _is_committed(root: Path, files: Sequence[str]) -> bool:
+    """Whether git's last commit has these files as they are."""
+    return bool(files) and all(
+        _git(root, *words, "--", *files).returncode == 0
+        for words in (("ls-files", "--error-unmatch"), ("diff", "--quiet", "HEAD"))
+    )
+
+
+def _drop_names(root: Path, names: Iterable[tuple[str, str]]) -> list[str]:
     """Remove every name that the workspace has for it; gives the files that were edited or removed."""
-    named = [stages for revision, stages in _naming(root, generation, commits=False) if revision.kind == "workspace"]
     edited = []
-    for file, stage in named[0] if named else []:
+    for file, stage in names:
         path = root / file
         if Path(file).name == LOCK_SUFFIX:
             fs.write_bytes(path, without_stage(path.read_bytes(), stage, file))
@@ -168,14 +156,13 @@ def without_stage(lock: bytes, stage: str, file: str = LOCK_SUFFIX) -> bytes:
         ends = [document.lc.key(key)[0] for key in document]
     except (YAMLError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{file} has no entry of stage {stage}: {error!r}", f"`git diff {file}`") from None
-    end = min([line for line in (*starts, *ends) if line > first], default=None)
-    before_stages = document.lc.key("stages")[0]
-    is_last = len(stages) == 1
+    end = min((line for line in (*starts, *ends) if line > first), default=None)
+    only_at = document.lc.key("stages")[0] if len(stages) == 1 else None
     del stages[stage]
-    for pattern in LINES:
-        lines = pattern.findall(lock.decode())
+    for line in LINES:
+        lines = line.findall(lock.decode())
         # An empty mapping has another spelling.
-        head = [*lines[:before_stages], "stages: {}\n"] if is_last else lines[:first]
+        head = lines[:first] if only_at is None else [*lines[:only_at], "stages: {}\n"]
         left = "".join(head + (lines[end:] if end is not None else [])).encode()
         with contextlib.suppress(YAMLError):
             if YAML().load(left) == document:
@@ -209,7 +196,7 @@ def keep(root: Path, name: str, pin: str) -> Kept:
             f"tag {tag} is on {there[:10]} already", "take another name: KEEP=, or remove it: git tag -d " + tag
         )
     if not there:
-        done = _git(root, "tag", tag, newest.commit)
+        done = _git(root, "tag", "--no-sign", tag, newest.commit)
         if done.returncode:
             raise EyasError(f"git tag failed: {done.stderr.strip()}", "`git status` shows what git is busy with")
         (root / RETIRED_HOME / generation.hash).unlink(missing_ok=True)
@@ -234,8 +221,11 @@ def retired_text(done: Retired) -> str:
     else:
         lines.append(f"nothing else keeps it: gc frees {size}")
     files = [file for file in done.edited if not file.startswith(f"{HOME}/")]
+    if files and done.is_committed:
+        undo = f"git checkout {shlex.join(files)}"
+    else:
+        again = "`make adopt` again" if done.kind == "adopted" else "`make extract` records what lies there"
+        undo = f"the last commit does not have it, so git cannot; {again}"
     if files:
-        is_known = done.undo.startswith("git ")
-        commit = f"git commit -am 'retire {done.name}', " if is_known or done.kind != "adopted" else ""
-        lines.append(f"undo: {done.undo}    go on: {commit}make gc-plan")
+        lines.append(f"undo: {undo}    go on: git commit -am 'retire {done.name}', make gc-plan")
     return "\n".join(lines)

@@ -26,11 +26,19 @@ SITE_CACHE = Path(".dvc/tmp/site")
 def settings(root: Path, section: str) -> dict[str, str]:
     """One section of DVC's settings: of the system, of the user, of the repository, local ones; later ones win."""
     found: dict[str, str] = {}
-    for path in (*_global_configs(), root / ".dvc/config", root / ".dvc/config.local"):
-        parser = configparser.ConfigParser(interpolation=None)
-        parser.read(path)
-        if parser.has_section(section):
-            found.update(parser[section])
+    for path in _configs(root):
+        found.update(_section(path, section))
+    return found
+
+
+def _configs(root: Path) -> tuple[Path, ...]:
+    return (*_global_configs(), root / ".dvc/config", root / ".dvc/config.local")
+
+
+def _section(path: Path, section: str) -> dict[str, str]:
+    parser = configparser.ConfigParser(interpolation=None, inline_comment_prefixes=("#",))
+    parser.read(path)
+    found = parser[section] if parser.has_section(section) else {}
     return {key: value.strip("\"'") for key, value in found.items()}
 
 
@@ -62,9 +70,12 @@ def copying_types(root: Path) -> tuple[str, ...]:
 
 
 def cache_dir(root: Path) -> Path:
-    """DVC's cache folder."""
-    folder = Path(settings(root, "cache").get("dir", "cache"))
-    return folder if folder.is_absolute() else root / ".dvc" / folder
+    """DVC's cache folder; a relative one is relative to the file that sets it, ``~`` the user's home."""
+    folder = root / ".dvc/cache"
+    for path in _configs(root):
+        if named := _section(path, "cache").get("dir"):
+            folder = path.parent / os.path.expanduser(named)  # noqa: PTH111 - an unknown user is a folder's name
+    return folder
 
 
 def object_finder(root: Path) -> Callable[[str], str]:

@@ -70,7 +70,10 @@ def adopted(repository: StatesRepository, folder: Path, name: str = "old") -> st
     generation = repository.put_folder(FILES)
     home = repository.root / ".eyas/adopted" / name
     home.mkdir(parents=True)
-    noted = {"generation": generation, "folder": os.fspath(folder), "files": listed}
+    (home / "source.json").write_text("{}")
+    stat = (home / "source.json").stat()
+    witness = [stat.st_ino, stat.st_ctime_ns]
+    noted = {"generation": generation, "folder": os.fspath(folder), "files": listed, "witness": witness}
     (home / "origin.json").write_text(json.dumps(noted))
     return generation
 

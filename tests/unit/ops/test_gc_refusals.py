@@ -10,6 +10,7 @@ import pytest
 
 from eyas import fs
 from eyas.errors import EyasError
+from eyas.generations.trees import mark_retired
 from eyas.ops.gc import collect
 from eyas.ops.gc_intent import write_plan
 from eyas.ops.gc_plan import make_plan, parse_projects
@@ -144,8 +145,7 @@ def test_recorded_states_of_the_wanted_identity_are_no_reason(repository):
 
 def test_retired_states_of_the_wanted_identity_may_go(repository):
     plan_unrecorded(repository)
-    (repository.root / ".eyas/retired").mkdir(parents=True)
-    (repository.root / ".eyas/retired" / repository.new).touch()
+    mark_retired(repository.root, repository.new)
     plan = make_plan(repository.root, None)
     assert not plan.refusals
     assert repository.new in plan.going.objects

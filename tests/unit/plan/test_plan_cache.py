@@ -155,3 +155,22 @@ def test_dvc_links_folders_with_our_setting_and_copies_them_with_reflink_first(t
         subprocess.run([*run, "repro", "-q"], check=True)
         links[types] = (root / "out" / "a").stat().st_nlink
     assert links == {"hardlink,reflink": 2, "reflink,hardlink": 1}
+
+
+@pytest.mark.parametrize("level", ["--global", "--project", "--local"])
+@pytest.mark.parametrize("named", ["~/cache", "../there", "/data/cache", "/data/cache  # of all"])
+def test_the_cache_folder_is_the_one_that_dvc_takes(tmp_path, monkeypatch, level, named):
+    """``~`` is the home; a relative folder is relative to the file that sets it, wherever that lies."""
+    from dvc.repo import Repo
+
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("DVC_GLOBAL_CONFIG_DIR", str(tmp_path / "of the user"))
+    root = tmp_path / "project"
+    root.mkdir()
+    Repo.init(str(root), no_scm=True).close()
+    places = {"--global": tmp_path / "of the user", "--project": root / ".dvc", "--local": root / ".dvc"}
+    places[level].mkdir(exist_ok=True)
+    with (places[level] / ("config.local" if level == "--local" else "config")).open("a") as handle:
+        handle.write(f"[cache]\n    dir = {named}\n")
+    with Repo(str(root)) as repo:
+        assert os.path.realpath(cache_dir(root)) == os.path.realpath(repo.cache.local_cache_dir)
