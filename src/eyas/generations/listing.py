@@ -122,8 +122,6 @@ def find(root: Path, name: str) -> Generation:
     Raises:
         StoreError: None or several are meant.
     """
-    if not name:
-        raise StoreError("no generation was named", "GEN=…; `make generations` lists them")
     generations = list_generations(read_situation(root, commits=True))
     exact = [g for g in generations if name in (g.name, g.hash, g.hash.removesuffix(".dir"))]
     if len(exact) > 1:  # a name given again: old commits name for ever what was deleted under it
@@ -132,9 +130,16 @@ def find(root: Path, name: str) -> Generation:
     if len(meant) == 1:
         return meant[0]
     listed = ", ".join(_listed(g) for g in meant or generations) or "none"
-    what = f"means {len(meant)} generations" if meant else "is no generation"
+    if not name:
+        what = "no generation was named (GEN=)"
+    elif meant:
+        what = f"{name!r} means {len(meant)} generations"
+    elif any(generation.hash.startswith(name) for generation in generations):
+        what = f"{name!r} is too short: {MIN_PREFIX} digits at least"
+    else:
+        what = f"{name!r} is no generation"
     raise StoreError(
-        f"{name!r} {what}, expected one of: {listed}",
+        f"{what}, expected one of: {listed}",
         "`make generations ALL=1` lists them; six digits of a hash will do",
     )
 

@@ -10,6 +10,7 @@ import contextlib
 import re
 import shlex
 import subprocess
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from eyas.generations.generation import Generation
 from eyas.generations.listing import find
 from eyas.generations.reclaim import current_branch
 from eyas.generations.revisions import PIN_PREFIX, Revision, read_revisions
-from eyas.generations.trees import ADOPTED_HOME, RETIRED_HOME, mark_retired
+from eyas.generations.trees import RETIRED_HOME, mark_retired
 from eyas.shards.handover import HOME, LOCK_NAME, RETIRED_MARK, SPOOL
 
 LOCK_SUFFIX = "dvc.lock"
@@ -43,8 +44,8 @@ class Retired:
     """The branch that is checked out, if it is among them: a commit ends that. Else empty."""
     freed_bytes: int
     """What gc frees once nothing keeps it."""
-    undo: str
-    """The command that gives the name back; empty where none was taken."""
+    is_committed: bool
+    """Whether git's last commit has the edited files as they were, so that `git checkout` brings the name back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +71,12 @@ def retire(root: Path, name: str) -> Retired:
     """
     with fs.volume_lock(root / HOME / LOCK_NAME, f"retire of {name}"):
         generation = find(root, name)
-        undo = ""
+        names = _names(root, generation)
+        is_committed = _is_committed(root, [file for file, _ in names])
         if generation.kind == "spool":
             edited = _mark_spool(root, generation)
         else:
-            undo = _undo(root, generation)
-            edited = _drop_names(root, generation)
+            edited = _drop_names(root, names)
             mark_retired(root, generation.hash)
         left = tuple(str(revision) for revision, _ in _naming(root, generation, commits=False) if revision.is_kept)
         branch = f"branch {current_branch(root)}"
@@ -89,7 +90,7 @@ def retire(root: Path, name: str) -> Retired:
         named_by=left,
         awaits_commit=branch if branch in left else "",
         freed_bytes=generation.freed_bytes,
-        undo=undo,
+        is_committed=is_committed,
     )
 
 
@@ -115,30 +116,24 @@ def _naming(root: Path, generation: Generation, *, commits: bool) -> list[tuple[
     return found
 
 
-def _undo(root: Path, generation: Generation) -> str:
-    """What brings the workspace's names back: git where its last commit has the files as they are, else their maker."""
+def _names(root: Path, generation: Generation) -> list[tuple[str, str]]:
+    """Files and stages of the workspace that name it."""
     naming = _naming(root, generation, commits=False)
-    files = [file for revision, stages in naming if revision.kind == "workspace" for file, _ in stages]
-    if not files:
-        return ""
-    if (
-        _git(root, "ls-files", "--error-unmatch", *files).returncode
-        == 0
-        == _git(root, "diff", "--quiet", "HEAD", "--", *files).returncode
-    ):
-        return f"git checkout {' '.join(files)}"
-    if generation.kind != "adopted":
-        return "make extract (git has no such dvc.lock; what is there is recorded, nothing is captured)"
-    origin = root / ADOPTED_HOME / generation.name / "origin.json"
-    folder = fs.read_json(origin).get("folder") if origin.is_file() else "…"
-    return f"make adopt DIR={shlex.quote(str(folder))} ENGINE=… (git never saw its name; nothing is hashed twice)"
+    return [name for revision, names in naming if revision.kind == "workspace" for name in names]
 
 
-def _drop_names(root: Path, generation: Generation) -> list[str]:
+def _is_committed(root: Path, files: Sequence[str]) -> bool:
+    """Whether git's last commit has these files as they are."""
+    return bool(files) and all(
+        _git(root, *words, "--", *files).returncode == 0
+        for words in (("ls-files", "--error-unmatch"), ("diff", "--quiet", "HEAD"))
+    )
+
+
+def _drop_names(root: Path, names: Iterable[tuple[str, str]]) -> list[str]:
     """Remove every name that the workspace has for it; gives the files that were edited or removed."""
-    named = [stages for revision, stages in _naming(root, generation, commits=False) if revision.kind == "workspace"]
     edited = []
-    for file, stage in named[0] if named else []:
+    for file, stage in names:
         path = root / file
         if Path(file).name == LOCK_SUFFIX:
             fs.write_bytes(path, without_stage(path.read_bytes(), stage, file))
@@ -237,8 +232,13 @@ def retired_text(done: Retired) -> str:
     else:
         lines.append(f"nothing else keeps it: gc frees {size}")
     files = [file for file in done.edited if not file.startswith(f"{HOME}/")]
+    if files and done.is_committed:
+        undo = f"git checkout {shlex.join(files)}"
+    else:
+        again = "`make adopt` again" if done.kind == "adopted" else "`make extract` records what lies there"
+        undo = f"the last commit does not have it, so git cannot; {again}"
     if files:
-        is_known = done.undo.startswith("git ")
-        commit = f"git commit -am 'retire {done.name}', " if is_known or done.kind != "adopted" else ""
-        lines.append(f"undo: {done.undo}    go on: {commit}make gc-plan")
+        # What git never saw needs no commit to be gone from it.
+        commit = f"git commit -am 'retire {done.name}', " if done.is_committed or done.kind != "adopted" else ""
+        lines.append(f"undo: {undo}    go on: {commit}make gc-plan")
     return "\n".join(lines)

@@ -68,9 +68,11 @@ def train_from(root: Path, generation: str, options: ImportOptions) -> int:
     """
     name = _name(root, generation)
     adopted = root / ADOPTED / f"{name}.dvc"
-    if adopted.is_file():
+    made = read_yaml(root / IMPORTS / name / PIPELINE).get("stages", {}).get("import", {})
+    if not adopted.is_file():
+        _check_files(root, made, name)
+    else:
         hashed = str(read_yaml(adopted)["outs"][0]["md5"])
-        made = read_yaml(root / IMPORTS / name / PIPELINE).get("stages", {}).get("import", {})
         _check_source(made, name)
         # What was said of an earlier generation of this name says nothing of this one.
         if options.arguments or _generation(made) != hashed:
@@ -94,6 +96,20 @@ def _check_source(made: Mapping[str, Any], name: str) -> None:
         raise StoreError(
             f"{IMPORTS / name} was imported by hand and is not of {ADOPTED / name}: `{made.get('cmd')}`",
             f"move it to another name: git mv, or away: rm -r {IMPORTS / name}; or adopt the folder under another NAME=",
+        )
+
+
+def _check_files(root: Path, made: Mapping[str, Any], name: str) -> None:
+    """Refuse before DVC does when the adopted files were deleted since they were imported.
+
+    Raises:
+        StoreError: They are gone; says how to train from what was imported all the same.
+    """
+    files = ADOPTED / name
+    if files.as_posix() in made.get("deps", ()) and not made.get("frozen") and not (root / files).exists():
+        raise StoreError(
+            f"{files}, from which {IMPORTS / name} was imported, is gone",
+            f"to go on with what was imported: dvc freeze {IMPORTS / name / PIPELINE}:import, then the same command",
         )
 
 

@@ -219,6 +219,27 @@ def test_what_was_said_of_one_generation_is_not_said_of_the_next_of_its_name(tmp
         train_from(root, "old", ImportOptions())
 
 
+def test_files_that_were_deleted_after_their_import_are_missed_until_the_import_is_frozen(
+    tmp_path: Path, monkeypatch
+) -> None:
+    root = make_repository(tmp_path / "r")
+    shutil.copy(REPOSITORY / "dvc.yaml", root)
+    adopt_other(root, make_folder(tmp_path / "old"))
+    ran: list[tuple[str, ...]] = []
+    monkeypatch.setattr("eyas.ops.train_from._dvc", lambda _, *words: ran.append(words) or 0)
+    path = root / "adopted/old.dvc"
+    path.write_text(path.read_text().replace("layout: other", "layout: specforge"))
+    train_from(root, "old", ImportOptions(boundaries=(1, 2)))
+    path.unlink()
+    shutil.rmtree(root / "adopted/old")
+    with pytest.raises(StoreError, match="adopted/old, from which imports/old was imported, is gone"):
+        train_from(root, "old", ImportOptions())
+    assert len(ran) == 1
+    ok(root, "dvc", "freeze", "imports/old/dvc.yaml:import")
+    train_from(root, "old", ImportOptions())
+    assert len(ran) == 2
+
+
 def test_run_records_of_an_imported_set_lie_with_it() -> None:
     assert runs_folder([Path("imports/x/drafter")]) == Path("imports/x/reports/runs")
     for path in ("models/drafter", "imports/x", "data/imports/x/y"):
