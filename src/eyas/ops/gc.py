@@ -261,12 +261,15 @@ def _close(root: Path) -> None:
 def outcome_text(event: dict[str, Any]) -> str:
     """What a gc did, for people."""
     rows = [
-        (one["title"], one["engine"] or "-", console.human_bytes(one["freed_bytes"])) for one in event["generations"]
+        (one["title"], one["engine"].partition(" ")[0] or "-", console.human_bytes(one["freed_bytes"]))
+        for one in event["generations"]
     ]
     rows += [(one["title"], "", console.human_bytes(one["freed_bytes"])) for one in event["others"]]
     lines = [console.table(rows, ("deleted", "engine", "freed"))] if rows else []
+    measured = event["measured_bytes"]
+    told = f"{measured:,}" if measured >= 0 else f"{-measured:,} fewer than before (others wrote to the volume)"
     lines.append(
-        f"promised {event['promised_bytes']:,} bytes, measured {event['measured_bytes']:,}: "
+        f"promised {event['promised_bytes']:,} bytes, measured {told}: "
         f"{event['num_objects']:,} objects and {event['num_names']:,} names; noted in {ledger.LEDGER}"
     )
     return "\n".join([*lines, *(f"note: {note}" for note in event["notes"])])

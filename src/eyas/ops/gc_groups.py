@@ -47,6 +47,10 @@ class GroupRow:
     """Of a generation, else empty."""
     kind: str
     engine: str
+    identity: str
+    """Of the capture."""
+    used_by: tuple[str, ...]
+    """Drafters that were trained from it."""
     num_samples: int
     when_s: int
     num_objects: int
@@ -157,6 +161,8 @@ def rows(
                 hash=one.generation.hash if one.generation else "",
                 kind=one.generation.kind if one.generation else "objects",
                 engine=f"{facts.engine} {facts.engine_version}".strip() if facts else "",
+                identity=facts.identity if facts else "",
+                used_by=one.generation.used_by if one.generation else (),
                 num_samples=facts.num_samples if facts else 0,
                 when_s=one.generation.when_s if one.generation else 0,
                 num_objects=len(one.objects) + len(one.strays),

@@ -59,6 +59,8 @@ def warnings(found: Situation, gone: Going, listed: Sequence[GroupRow]) -> Itera
         if has_remote and row.num_pushed is not None and row.num_pushed < row.num_objects:
             missing = row.num_objects - row.num_pushed
             yield f"{row.title}: {missing:,} of {row.num_objects:,} objects are in no remote that answers"
+        if row.used_by:
+            yield f"{row.title}: {', '.join(row.used_by)} was trained from it; no other can be, once it is gone"
         if not row.last_named_by and row.kind != "spool":
             yield f"{row.title}: no commit that is left ever named it; once it is gone nothing tells how it was made"
     for row in listed:
