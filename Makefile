@@ -98,6 +98,7 @@ status: $(READY) ## Which stages are out of date, and why
 summary: $(READY) ## The last results in one table
 	@eyas summary
 doctor: $(READY) ## What this machine has, lacks and what to do about it
+	$(STATE_HERE)
 	@eyas doctor
 verify: $(READY) ## Read every artifact again; ARGS='--share 0.1 --max-mb-per-s 200'
 	@eyas verify $(ARGS)

@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = _add(commands, "gc-plan", _gc_plan, "what nobody needs any more, and what deleting it would free")
     plan.add_argument("--projects", help="other projects that share DVC's cache: '/path /path', or none")
     gc = _add(commands, "gc", _gc, "delete what a plan of gc-plan lists, and go on with a gc that was interrupted")
-    gc.add_argument("--confirm", required=True, metavar="ID", help="the plan's id")
+    gc.add_argument("--confirm", default="", metavar="ID", help="the plan's id")
     _add(commands, "summary", _summary, "the last results in one table")
     listed = _add(commands, "generations", _generations, "every version of the hidden states, and what gc would free")
     listed.add_argument("--all", action="store_true", help="also those that only commits name, and deleted ones")

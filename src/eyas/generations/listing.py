@@ -134,9 +134,16 @@ def find(root: Path, name: str) -> Generation:
     if len(meant) == 1:
         return meant[0]
     listed = ", ".join(_listed(g) for g in meant or generations) or "none"
-    what = f"means {len(meant)} generations" if meant else "is no generation"
+    if not name:
+        what = "no generation was named (GEN=)"
+    elif meant:
+        what = f"{name!r} means {len(meant)} generations"
+    elif any(generation.hash.startswith(name) for generation in generations):
+        what = f"{name!r} is too short: {MIN_PREFIX} digits at least"
+    else:
+        what = f"{name!r} is no generation"
     raise StoreError(
-        f"{name!r} {what}, expected one of: {listed}",
+        f"{what}, expected one of: {listed}",
         "`make generations ALL=1` lists them; six digits of a hash will do",
     )
 
@@ -246,11 +253,13 @@ def _pipeline_facts(cache: Cache, uses: list[_Use]) -> Facts:
 
 
 def _named_by(uses: list[_Use]) -> tuple[str, ...]:
-    """Names that keep it; of bare commits only their number and the newest."""
+    """What keeps it; where nothing does, the newest of the commits that name it and their number."""
     kept = dict.fromkeys(str(revision) for revision, _, _ in uses if revision.is_kept)
     commits = sorted({(r.when_s, r.name) for r, _, _ in uses if r.kind == "commit"}, reverse=True)
+    if kept or not commits:
+        return tuple(kept)
     more = f" and {len(commits) - 1} more" if len(commits) > 1 else ""
-    return (*kept, *([f"commit {commits[0][1]}{more}"] if commits else []))
+    return (f"commit {commits[0][1]}{more}",)
 
 
 def _when(cache: Cache, name: str, commits: Sequence[int]) -> int:

@@ -42,7 +42,7 @@ def reclaimable(root: Path) -> Reclaimable:
     if found.kept.problems:
         return Reclaimable(problem=found.kept.problems[0])
     generations = list_generations(found)
-    branch = f"branch {_current_branch(root)}"
+    branch = f"branch {current_branch(root)}"
     retirable = tuple(
         (g.hash, g.name, g.freed_bytes)
         for g in generations
@@ -65,7 +65,8 @@ def _is_retirable(generation: Generation, branch: str) -> bool:
     return generation.is_stale or generation.kind == "adopted" or is_idle
 
 
-def _current_branch(root: Path) -> str:
+def current_branch(root: Path) -> str:
+    """Name of the branch that is checked out; empty where none is."""
     import pygit2
 
     repo = pygit2.Repository(os.fspath(root))

@@ -70,10 +70,10 @@ def parse_snapshot(files: Mapping[str, bytes]) -> Snapshot:
     for path, data in sorted(files.items()):
         folder = posixpath.dirname(path)
         if path.endswith(SUFFIX):
-            stages.append(_dvc_file(path, _load(path, data)))
+            stages.append(_dvc_file(path, load_yaml(path, data)))
         elif posixpath.basename(path) == PIPELINE:
             lock = posixpath.join(folder, LOCK)
-            stages += _pipeline(folder, lock, _load(path, data), _load(lock, files.get(lock, b"")))
+            stages += _pipeline(folder, lock, load_yaml(path, data), load_yaml(lock, files.get(lock, b"")))
     return tuple(stages)
 
 
@@ -99,7 +99,12 @@ for _tag, _pattern, _first in _ONE_TWO:
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first))
 
 
-def _load(path: str, data: bytes) -> dict[str, Any]:
+def load_yaml(path: str, data: bytes) -> dict[str, Any]:
+    """A file of DVC's; empty where it is.
+
+    Raises:
+        StoreError: It is no YAML, or no mapping.
+    """
     try:
         value = yaml.load(data, Loader=_Loader) if data else {}  # noqa: S506
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:

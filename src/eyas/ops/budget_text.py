@@ -98,7 +98,7 @@ def _volume_rows(account: Account) -> list[tuple[str, str]]:
         ("volume", f"{human_bytes(here.total_bytes)}, {human_bytes(here.used_bytes)} used"),
         ("free", f"{_bytes(found.free_bytes)} for an ordinary user"),
         ("reserve", f"{_bytes(found.reserve_bytes)} (extract.reserve_bytes)"),
-        ("files", f"{found.num_needed_files:,} to be made, {files}"),
+        ("files", f"{found.num_needed_files:,} to be made at most, folders and journals included; {files}"),
         ("gc could free", _reclaimable(account)),
         *(
             ("after retiring", f"{_bytes(g.num_bytes)} more: `make retire GEN={g.hash[:8]}` ({g.name})")

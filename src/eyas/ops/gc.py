@@ -65,7 +65,8 @@ def _done_before(root: Path, plan_id: str) -> dict[str, Any]:
     if done:
         console.log(f"gc: plan {plan_id} was carried out on {done[-1]['when']}; nothing was left to do")
         return done[-1]
-    raise EyasError(f"no plan has the id {plan_id!r}", "make gc-plan")
+    what = f"no plan has the id {plan_id!r}" if plan_id else "no plan was confirmed, expected the id of one"
+    raise EyasError(what, "`make gc-plan` prints it: make gc CONFIRM=…")
 
 
 # ── the beginning ─────────────────────────────────────────────────────────────────────────────
@@ -260,12 +261,15 @@ def _close(root: Path) -> None:
 def outcome_text(event: dict[str, Any]) -> str:
     """What a gc did, for people."""
     rows = [
-        (one["title"], one["engine"] or "-", console.human_bytes(one["freed_bytes"])) for one in event["generations"]
+        (one["title"], one["engine"].partition(" ")[0] or "-", console.human_bytes(one["freed_bytes"]))
+        for one in event["generations"]
     ]
     rows += [(one["title"], "", console.human_bytes(one["freed_bytes"])) for one in event["others"]]
     lines = [console.table(rows, ("deleted", "engine", "freed"))] if rows else []
+    measured = event["measured_bytes"]
+    told = f"{measured:,}" if measured >= 0 else f"{-measured:,} fewer than before (others wrote to the volume)"
     lines.append(
-        f"promised {event['promised_bytes']:,} bytes, measured {event['measured_bytes']:,}: "
+        f"promised {event['promised_bytes']:,} bytes, measured {told}: "
         f"{event['num_objects']:,} objects and {event['num_names']:,} names; noted in {ledger.LEDGER}"
     )
     return "\n".join([*lines, *(f"note: {note}" for note in event["notes"])])

@@ -12,10 +12,12 @@ from eyas.generations.generation import Generation
 from eyas.generations.kept import cached_outs
 from eyas.generations.listing import Situation
 from eyas.generations.objects import DIR_SUFFIX, CachedObject
+from eyas.generations.runs import run_cache_names
 from eyas.generations.trees import TreeFile
 from eyas.ops.gc_going import Going, GoingName
 
 NEVER_NAMED = "named by no commit"
+REPORTS = "reports in DVC's run cache"
 STRAYS = "left by a killed DVC"
 
 
@@ -45,6 +47,10 @@ class GroupRow:
     """Of a generation, else empty."""
     kind: str
     engine: str
+    identity: str
+    """Of the capture."""
+    used_by: tuple[str, ...]
+    """Drafters that were trained from it."""
     num_samples: int
     when_s: int
     num_objects: int
@@ -64,8 +70,10 @@ def group(found: Situation, gone: Going, generations: Sequence[Generation]) -> l
     owned = {name for one in groups for name in one.objects}
     rest = {name for name in gone.objects if name not in owned}
     others = list(_out_groups(found, rest)) if rest else []
-    if rest:
-        others.append(Group(title=NEVER_NAMED, objects=sorted(rest)))
+    remembered = rest & run_cache_names(found.cache) if rest else set[str]()
+    for title, names in ((REPORTS, remembered), (NEVER_NAMED, rest - remembered)):
+        if names:
+            others.append(Group(title=title, objects=sorted(names)))
     if gone.strays:
         others.append(Group(title=STRAYS, strays=list(gone.strays.values())))
     return [*groups, *others]
@@ -153,6 +161,8 @@ def rows(
                 hash=one.generation.hash if one.generation else "",
                 kind=one.generation.kind if one.generation else "objects",
                 engine=f"{facts.engine} {facts.engine_version}".strip() if facts else "",
+                identity=facts.identity if facts else "",
+                used_by=one.generation.used_by if one.generation else (),
                 num_samples=facts.num_samples if facts else 0,
                 when_s=one.generation.when_s if one.generation else 0,
                 num_objects=len(one.objects) + len(one.strays),

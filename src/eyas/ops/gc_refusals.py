@@ -50,7 +50,7 @@ def refusals(found: Situation, projects: Sequence[Path] | None, *, is_locked: bo
     listed = [] if is_locked else list(_running(root))
     listed += _room(found)
     if not (root / "dvc.lock").exists():
-        listed.append(Refusal("dvc.lock is missing: DVC would take every output for unused", "git checkout dvc.lock"))
+        listed.append(Refusal("dvc.lock is missing: DVC would take every output for unused", _lost_lock(root)))
     listed += _git_state(root)
     listed += _uncommitted(root)
     listed += _passed_over(root)
@@ -119,7 +119,7 @@ def _uncommitted(root: Path) -> Iterator[Refusal]:
         named = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
         yield Refusal(
             f"not committed: {named}; gc would delete what an unfinished edit no longer names",
-            "`git diff` shows it; `git commit` it, or `git checkout` it",
+            _commit_it([line[3:] for line in lines if line.startswith("??")]),
         )
 
 
@@ -136,9 +136,29 @@ def _passed_over(root: Path) -> Iterator[Refusal]:
         )
 
 
+def _commit_it(unknown: Sequence[str]) -> str:
+    """What to do about files that are not committed; ``unknown`` are those that git never saw."""
+    if unknown:
+        return f"git add {' '.join(sorted(unknown)[:5])} && git commit; `git diff` shows what else was changed"
+    return "`git diff` shows it; `git commit` it, or `git checkout` it"
+
+
+def _lost_lock(root: Path) -> str:
+    command = ["git", "cat-file", "-e", "HEAD:./dvc.lock"]
+    is_known = subprocess.run(command, cwd=root, capture_output=True, check=False).returncode == 0
+    return (
+        "git checkout dvc.lock"
+        if is_known
+        else "make extract (records what lies there), then git add dvc.lock && git commit"
+    )
+
+
 def _mend(problem: str) -> str:
     if "missing from DVC's cache" in problem:
-        return "`dvc fetch` or `dvc pull` brings the list back; else delete the branch or tag that names it"
+        return (
+            "where the files lie in the workspace, `make extract` (of another output `dvc commit -f STAGE`) writes the list "
+            "again; else `dvc fetch`; else delete the branch or tag that names it"
+        )
     if "is damaged" in problem:
         return "remove that file, then `dvc fetch`; else delete the branch or tag that names it"
     return "put it right and commit, or delete the branch or tag that has it"

@@ -58,8 +58,8 @@ def _parts(plan: GcPlan) -> Iterator[str]:
     yield _kept_table(plan.kept)
     if plan.held.num_files:
         yield (
-            f"held by names that eyas does not know: {plan.held.num_files:,} files, {human_bytes(plan.held.num_bytes)}; "
-            f"deleting them here frees nothing\nhint: find / -xdev -samefile {plan.held.example}"
+            f"held by other names, outside eyas' lists or left in the workspace: {plan.held.num_files:,} of the files, "
+            f"{human_bytes(plan.held.num_bytes)}; gc frees nothing of these\nhint: find / -xdev -samefile {plan.held.example}"
         )
     yield "\n".join(f"warning: {warning}" for warning in plan.warnings)
     yield "\n".join(f"refused: {what}\n  hint: {hint}" for what, hint in plan.refusals)
@@ -75,7 +75,7 @@ def _going_table(rows: tuple[GroupRow, ...]) -> str:
     if states:
         cells = [
             (
-                row.title, row.engine or "-", f"{row.num_samples:,}", _day(row.when_s), human_bytes(row.stored_bytes),
+                row.title, row.engine.partition(" ")[0] or "-", f"{row.num_samples:,}", _day(row.when_s), human_bytes(row.stored_bytes),
                 human_bytes(row.freed_bytes), row.last_named_by or "no commit", _pushed(row),
             )
             for row in states
@@ -114,8 +114,11 @@ def _names(plan: GcPlan) -> str:
     folders = _name_folders(plan)
     if not folders:
         return ""
-    cells = [(folder, f"{num:,}", human_bytes(size)) for folder, (num, size) in folders.items()]
-    return table(cells, ("names that go", "files", "size"))
+    cells = [
+        (folder, f"{num:,}", human_bytes(size), "a folder outside this repository" if folder.startswith("/") else "")
+        for folder, (num, size) in folders.items()
+    ]
+    return table(cells, ("names that go", "files", "size", ""))
 
 
 def _kept_table(kept: tuple[Generation, ...]) -> str:

@@ -13,7 +13,7 @@ from eyas.generations.listing import Situation
 from eyas.generations.objects import CachedObject
 from eyas.generations.trees import TreeFile
 from eyas.ops.gc_going import Going, stats
-from eyas.ops.gc_groups import NEVER_NAMED, GroupRow
+from eyas.ops.gc_groups import NEVER_NAMED, REPORTS, GroupRow
 from eyas.ops.gc_remote import remotes
 
 
@@ -59,11 +59,16 @@ def warnings(found: Situation, gone: Going, listed: Sequence[GroupRow]) -> Itera
         if has_remote and row.num_pushed is not None and row.num_pushed < row.num_objects:
             missing = row.num_objects - row.num_pushed
             yield f"{row.title}: {missing:,} of {row.num_objects:,} objects are in no remote that answers"
+        if row.used_by:
+            yield f"{row.title}: {', '.join(row.used_by)} was trained from it; no other can be, once it is gone"
         if not row.last_named_by and row.kind != "spool":
             yield f"{row.title}: no commit that is left ever named it; once it is gone nothing tells how it was made"
     for row in listed:
         if row.title == NEVER_NAMED:
-            yield f"{row.num_objects:,} objects ({human_bytes(row.stored_bytes)}) are named by no commit that is left"
+            count = "1 object is" if row.num_objects == 1 else f"{row.num_objects:,} objects are"
+            yield f"{count} named by no commit that is left ({human_bytes(row.stored_bytes)})"
+        if row.title == REPORTS:
+            yield "with these reports goes a shortcut: if dvc.lock is ever lost, the stages that made them run again"
     if gone.changed:
         yield (
             f"{len(gone.changed):,} names hold something else than was recorded and stay ({gone.changed[0]}); "

@@ -49,16 +49,18 @@ def list_all(root: Path, *, everything: bool = False) -> Listing:
 
     Args:
         root: The repository.
-        everything: Those that only commits name, and those that were deleted, too.
+        everything: Those of which commits alone have the name left, and those that were deleted, too.
 
     Raises:
         StoreError: ``root`` is in no git repository.
     """
-    found = read_situation(root, commits=everything)
+    found = read_situation(root, commits=True)
     collected = _collected(root) if everything else []
     gone = {event["hash"] for event in collected}
-    # Old commits name for ever what gc deleted.
-    generations = [g for g in list_generations(found) if g.is_kept or g.disk_bytes or g.hash not in gone]
+    # Old commits name for ever what gc deleted, and what was never here.
+    generations = [
+        g for g in list_generations(found) if g.is_kept or g.disk_bytes or (everything and g.hash not in gone)
+    ]
     present = {generation.hash for generation in generations}
     return Listing(
         generations=generations,
@@ -197,13 +199,9 @@ def _gone_lines(gone: dict[str, Any]) -> list[str]:
 
 def _totals(listing: Listing) -> str:
     num = len(listing.generations)
-    listed_bytes = sum(generation.freed_now_bytes for generation in listing.generations)
-    more = ""
-    if listing.freed_now_bytes > listed_bytes:
-        more = "\n`make gc-plan` lists all of that; generations that only old commits name: `make generations ALL=1`"
     return (
         f"{num:,} {'generation' if num == 1 else 'generations'}, {human_bytes(listing.disk_bytes)} on disk with files "
-        f"that several share counted once; gc would free {human_bytes(listing.freed_now_bytes)} now{more}"
+        f"that several share counted once; gc would free {human_bytes(listing.freed_now_bytes)} now"
     )
 
 
@@ -213,6 +211,4 @@ def _elsewhere(listing: Listing) -> list[str]:
     if listing.freed_now_bytes <= listed_bytes:
         return []
     rest = human_bytes(listing.freed_now_bytes - listed_bytes)
-    return [
-        f"not listed: {rest} that gc would free as well: `make gc-plan`; states of old commits: `make generations ALL=1`"
-    ]
+    return [f"not listed: {rest} of other outputs that gc would free as well: `make gc-plan`"]

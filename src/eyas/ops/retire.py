@@ -10,6 +10,7 @@ import contextlib
 import re
 import shlex
 import subprocess
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +19,13 @@ from eyas.errors import ConfigError, EyasError, StoreError
 from eyas.generations import ledger
 from eyas.generations.generation import Generation
 from eyas.generations.listing import find
+from eyas.generations.reclaim import current_branch
 from eyas.generations.revisions import PIN_PREFIX, Revision, read_revisions
-from eyas.generations.trees import ADOPTED_HOME, RETIRED_HOME, mark_retired
+from eyas.generations.trees import RETIRED_HOME, mark_retired
 from eyas.shards.handover import HOME, LOCK_NAME, RETIRED_MARK, SPOOL
 
 LOCK_SUFFIX = "dvc.lock"
+AGAIN = {"adopted": "`make adopt` again", "imported": "`make train-from` records what lies there"}
 LINES = tuple(re.compile(f"[^{ends}]*(?:\r\n|[{ends}])|[^{ends}]+\\Z") for ends in ("\n\r", "\n\r\x85\u2028\u2029"))
 """A line as YAML 1.2 counts it, and as YAML 1.1 does: parsers differ, also from one version to the next."""
 
@@ -38,10 +41,12 @@ class Retired:
     """Files of the workspace that no longer name it."""
     named_by: tuple[str, ...]
     """Branches, tags and experiments that still do, and so keep it."""
+    awaits_commit: str
+    """The branch that is checked out, if it is among them: a commit ends that. Else empty."""
     freed_bytes: int
     """What gc frees once nothing keeps it."""
-    undo: str
-    """The command that gives the name back; empty where none was taken."""
+    is_committed: bool
+    """Whether git's last commit has the edited files as they were, so that `git checkout` brings the name back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +72,15 @@ def retire(root: Path, name: str) -> Retired:
     """
     with fs.volume_lock(root / HOME / LOCK_NAME, f"retire of {name}"):
         generation = find(root, name)
-        undo = ""
+        names = _names(root, generation)
+        is_committed = _is_committed(root, [file for file, _ in names])
         if generation.kind == "spool":
             edited = _mark_spool(root, generation)
         else:
-            undo = _undo(root, generation)
-            edited = _drop_names(root, generation)
+            edited = _drop_names(root, names)
             mark_retired(root, generation.hash)
         left = tuple(str(revision) for revision, _ in _naming(root, generation, commits=False) if revision.is_kept)
+        branch = f"branch {current_branch(root)}"
         event = {"event": "retire", "name": generation.name, "hash": generation.hash, "bytes": generation.stored_bytes}
         ledger.append(root, event | {"edited": edited, "named_by": left})
     return Retired(
@@ -83,8 +89,9 @@ def retire(root: Path, name: str) -> Retired:
         kind=generation.kind,
         edited=tuple(edited),
         named_by=left,
+        awaits_commit=branch if branch in left else "",
         freed_bytes=generation.freed_bytes,
-        undo=undo,
+        is_committed=is_committed,
     )
 
 
@@ -110,34 +117,24 @@ def _naming(root: Path, generation: Generation, *, commits: bool) -> list[tuple[
     return found
 
 
-def _undo(root: Path, generation: Generation) -> str:
-    """What brings the workspace's names back: git where its last commit has the files as they are, else their maker."""
+def _names(root: Path, generation: Generation) -> list[tuple[str, str]]:
+    """Files and stages of the workspace that name it."""
     naming = _naming(root, generation, commits=False)
-    files = [file for revision, stages in naming if revision.kind == "workspace" for file, _ in stages]
-    if not files:
-        return ""
-    if (
-        _git(root, "ls-files", "--error-unmatch", *files).returncode
-        == 0
-        == _git(root, "diff", "--quiet", "HEAD", "--", *files).returncode
-    ):
-        return f"git checkout {' '.join(files)}"
-    if generation.kind == "imported":
-        return (
-            f"make train-from GEN={Path(generation.path).parent.name} (git has no such dvc.lock; nothing is read again)"
-        )
-    if generation.kind != "adopted":
-        return "make extract (git has no such dvc.lock; what is there is recorded, nothing is captured)"
-    origin = root / ADOPTED_HOME / generation.name / "origin.json"
-    folder = fs.read_json(origin).get("folder") if origin.is_file() else "…"
-    return f"make adopt DIR={shlex.quote(str(folder))} ENGINE=… (git never saw its name; nothing is hashed twice)"
+    return [name for revision, names in naming if revision.kind == "workspace" for name in names]
 
 
-def _drop_names(root: Path, generation: Generation) -> list[str]:
+def _is_committed(root: Path, files: Sequence[str]) -> bool:
+    """Whether git's last commit has these files as they are."""
+    return bool(files) and all(
+        _git(root, *words, "--", *files).returncode == 0
+        for words in (("ls-files", "--error-unmatch"), ("diff", "--quiet", "HEAD"))
+    )
+
+
+def _drop_names(root: Path, names: Iterable[tuple[str, str]]) -> list[str]:
     """Remove every name that the workspace has for it; gives the files that were edited or removed."""
-    named = [stages for revision, stages in _naming(root, generation, commits=False) if revision.kind == "workspace"]
     edited = []
-    for file, stage in named[0] if named else []:
+    for file, stage in names:
         path = root / file
         if Path(file).name == LOCK_SUFFIX:
             fs.write_bytes(path, without_stage(path.read_bytes(), stage, file))
@@ -196,7 +193,9 @@ def keep(root: Path, name: str, pin: str) -> Kept:
     if not commits:
         raise StoreError(
             f"no commit names generation {generation.name}, and a tag is on a commit",
-            "git add -A && git commit, then keep it",
+            f"git add {generation.path}.dvc && git commit"
+            if generation.kind == "adopted"
+            else "git add dvc.lock && git commit",
         )
     newest = max(commits, key=lambda revision: (revision.when_s, revision.commit))
     there = _git(root, "rev-parse", "--verify", "--quiet", f"refs/tags/{tag}^{{commit}}").stdout.strip()
@@ -221,17 +220,26 @@ def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def retired_text(done: Retired) -> str:
     """A retirement for people."""
     size = console.human_bytes(done.freed_bytes)
-    lines = [f"retired: {done.name} ({done.hash[:10]}), {done.kind}; no byte was deleted"]
-    lines += [f"no longer named in {file}" for file in done.edited] or ["the workspace did not name it"]
-    if done.named_by:
+    short = "" if done.hash.startswith(done.name) else f" ({done.hash[:10]})"
+    lines = [f"retired: {done.name}{short}, {done.kind}; no byte was deleted"]
+    marked = "marked as given up:" if done.kind == "spool" else "no longer named in"
+    lines += [f"{marked} {file}" for file in done.edited] or ["the workspace did not name it"]
+    if done.named_by == (done.awaits_commit,):
+        lines.append(f"{done.awaits_commit} keeps it until you commit; then gc frees {size}")
+    elif done.named_by:
         lines.append(f"STILL KEPT by {', '.join(done.named_by)}: gc frees nothing of it while they name it")
     elif done.kind == "spool":
         lines.append(f"gc frees {size}; `make extract` takes it up again if that capture is wanted before")
     else:
         lines.append(f"nothing else keeps it: gc frees {size}")
     files = [file for file in done.edited if not file.startswith(f"{HOME}/")]
+    if files and done.is_committed:
+        undo = f"git checkout {shlex.join(files)}"
+    else:
+        again = AGAIN.get(done.kind, "`make extract` records what lies there")
+        undo = f"the last commit does not have it, so git cannot; {again}"
     if files:
-        is_known = done.undo.startswith("git ")
-        commit = f"git commit -am 'retire {done.name}', " if is_known or done.kind != "adopted" else ""
-        lines.append(f"undo: {done.undo}    go on: {commit}make gc-plan")
+        # What git never saw needs no commit to be gone from it.
+        commit = f"git commit -am 'retire {done.name}', " if done.is_committed or done.kind != "adopted" else ""
+        lines.append(f"undo: {undo}    go on: {commit}make gc-plan")
     return "\n".join(lines)

@@ -287,7 +287,7 @@ def test_the_way_back_from_a_retirement_that_git_does_not_know(repository):
     repository.git("checkout", "-q", "dvc.lock")
     second = repository.publish(SECOND, engine="sglang")
     text = retired_text(retire(repository.root, second[:10]))
-    assert "no commit ever named it" in text
+    assert "the last commit does not have it" in text
     assert "git checkout dvc.lock" not in text
 
 

