@@ -18,7 +18,7 @@ from states_repository import STATES, StatesRepository, md5
 FIELDS = {
     "name", "hash", "kind", "path", "when_s", "engine", "engine_version", "target", "codec", "layout", "note", "identity",
     "num_samples", "num_tokens", "payload_bytes", "stored_bytes", "disk_bytes", "num_objects", "num_missing", "is_whole",
-    "is_kept", "is_stale", "is_retired", "state", "named_by", "used_by", "freed_now_bytes", "freed_bytes",
+    "is_kept", "is_stale", "is_retired", "state", "named_by", "used_by", "is_needed", "freed_now_bytes", "freed_bytes",
 }  # fmt: skip
 
 
