@@ -196,7 +196,7 @@ def _repair(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from eyas.ops.bench import run, table
+    from eyas.ops.bench.run import run, table
 
     figures = run(Path(), arguments.name)
     console.emit(canonical_json(figures) if arguments.json else table(arguments.name, figures))
@@ -221,9 +221,9 @@ def _settle(arguments: argparse.Namespace) -> int:
 
 
 def _gc_plan(arguments: argparse.Namespace) -> int:
-    from eyas.ops.gc_intent import write_plan
-    from eyas.ops.gc_plan import make_plan, parse_projects
-    from eyas.ops.gc_text import plan_text, plan_values
+    from eyas.ops.gc.intent import write_plan
+    from eyas.ops.gc.plan import make_plan, parse_projects
+    from eyas.ops.gc.text import plan_text, plan_values
 
     plan = make_plan(Path(), parse_projects(arguments.projects))
     if plan.plan_id:
@@ -233,7 +233,7 @@ def _gc_plan(arguments: argparse.Namespace) -> int:
 
 
 def _gc(arguments: argparse.Namespace) -> int:
-    from eyas.ops.gc import collect, outcome_text
+    from eyas.ops.gc.collect import collect, outcome_text
 
     event = collect(Path(), arguments.confirm)
     console.emit(canonical_json(event) if arguments.json else outcome_text(event))
@@ -256,8 +256,8 @@ def _generations(arguments: argparse.Namespace) -> int:
 
 
 def _export_states(arguments: argparse.Namespace) -> int:
-    from eyas.ops.exchange import export_states
-    from eyas.ops.exchange_rows import export_rows
+    from eyas.ops.exchange.rows import export_rows
+    from eyas.ops.exchange.states import export_states
 
     result = export_states(Path(), arguments.format, arguments.to, arguments.trainer_version, arguments.source)
     rows = export_rows(result)
@@ -266,9 +266,9 @@ def _export_states(arguments: argparse.Namespace) -> int:
 
 
 def _import_states(arguments: argparse.Namespace) -> int:
-    from eyas.ops.exchange import ImportRequest, import_states
-    from eyas.ops.exchange_rows import import_rows
-    from eyas.ops.import_stage import ImportOptions, write_pipeline
+    from eyas.ops.exchange.rows import import_rows
+    from eyas.ops.exchange.stage import ImportOptions, write_pipeline
+    from eyas.ops.exchange.states import ImportRequest, import_states
 
     options = ImportOptions(
         boundaries=arguments.boundaries, final_hidden=arguments.final_hidden, max_failed=arguments.max_failed
@@ -298,8 +298,8 @@ def _smoke(arguments: argparse.Namespace) -> int:
 
 
 def _scenario_pivot(arguments: argparse.Namespace) -> int:
-    from eyas.ops.scenario import pivot_rows, run_pivot
-    from eyas.ops.transcript import DeviationError
+    from eyas.ops.scenario.pivot import pivot_rows, run_pivot
+    from eyas.ops.scenario.transcript import DeviationError
 
     try:
         done = run_pivot(Path(), arguments.first, arguments.second)
@@ -325,7 +325,7 @@ def _reproduce(arguments: argparse.Namespace) -> int:
 
 
 def _adopt(arguments: argparse.Namespace) -> int:
-    from eyas.ops.adopt import AdoptRequest, adopt, adopted_rows
+    from eyas.ops.adopt.folder import AdoptRequest, adopt, adopted_rows
 
     request = AdoptRequest(
         folder=arguments.dir,
@@ -348,8 +348,8 @@ def _retire(arguments: argparse.Namespace) -> int:
 
 
 def _train_from(arguments: argparse.Namespace) -> int:
-    from eyas.ops.import_stage import ImportOptions
-    from eyas.ops.train_from import train_from, trained_rows
+    from eyas.ops.exchange.stage import ImportOptions
+    from eyas.ops.exchange.train_from import train_from, trained_rows
 
     options = ImportOptions(
         boundaries=arguments.boundaries, final_hidden=arguments.final_hidden, max_failed=arguments.max_failed
@@ -360,7 +360,7 @@ def _train_from(arguments: argparse.Namespace) -> int:
 
 
 def _draft_vocab(arguments: argparse.Namespace) -> int:
-    from eyas.ops.draft_vocab import make_draft_vocab
+    from eyas.ops.exchange.draft_vocab import make_draft_vocab
 
     vocab, coverage = make_draft_vocab(Path(), arguments.tokens, arguments.out)
     console.emit(f"{len(vocab.d2t_W):,} draft ids, {coverage:.1%} of what the assistant wrote in training")

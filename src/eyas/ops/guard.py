@@ -23,7 +23,7 @@ from eyas import console, fs
 from eyas.contracts import CapturePlan
 from eyas.errors import EyasError, StoreError
 from eyas.ops import published as store
-from eyas.ops.gc_intent import read_intent
+from eyas.ops.gc.intent import read_intent
 from eyas.ops.published import MANIFEST, OUTS, PLAN, STATES, Planned, Published
 from eyas.plan.cache import cache_object, hashes, locked_stage, object_finder, read_yaml
 from eyas.shards import handover

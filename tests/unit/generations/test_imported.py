@@ -9,7 +9,7 @@ import pytest
 
 from eyas.generations.listing import find, list_generations, read_situation
 from eyas.generations.reclaim import reclaimable, removed_files
-from eyas.ops.gc_refusals import refusals
+from eyas.ops.gc.refusals import refusals
 from eyas.ops.generations import as_json, as_text, list_all
 from eyas.ops.retire import retire, retired_text
 from states_repository import StatesRepository, manifest_of, md5

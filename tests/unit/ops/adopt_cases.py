@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from eyas import fs
-from eyas.ops.adopt import Adopted, AdoptRequest, adopt
+from eyas.ops.adopt.folder import Adopted, AdoptRequest, adopt
 
 REPOSITORY = Path(__file__).parents[3]
 WHO = {f"GIT_{role}_{key}": "a@b" for role in ("AUTHOR", "COMMITTER") for key in ("NAME", "EMAIL")}

@@ -30,7 +30,7 @@ from eyas import fs
 from eyas.errors import ConfigError, DataError, EyasError, StoreError
 from eyas.generations import ledger
 from eyas.generations.listing import find, list_generations, read_situation
-from eyas.ops.adopt import AdoptRequest, adopt
+from eyas.ops.adopt.folder import AdoptRequest, adopt
 from eyas.plan.cache import cache_object
 
 
@@ -143,7 +143,7 @@ def test_the_same_again_changes_nothing(root: Path, old: Path) -> None:
 
 def test_only_what_changed_since_is_hashed_again(root: Path, old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("eyas.ops.adopt.Placer", _stop)
+        patch.setattr("eyas.ops.adopt.folder.Placer", _stop)
         with pytest.raises(_StopError):
             adopt_other(root, old)
     journal = root / ".eyas/adopted/old/journal.jsonl"
@@ -370,7 +370,7 @@ def test_files_that_this_user_may_not_read_or_protect_are_refused(
         if not folder.stat().st_mode & 0o001:
             folder.chmod(0o711) if folder.is_relative_to("/tmp") and folder != Path("/tmp") else pytest.skip("closed")
     (old / "a").chmod(mode)
-    code = "import sys; from pathlib import Path; from eyas.ops.adopt_source import find_files as f; f(*map(Path, sys.argv[1:]))"
+    code = "import sys; from pathlib import Path; from eyas.ops.adopt.source import find_files as f; f(*map(Path, sys.argv[1:]))"
     command = ["setpriv", "--reuid", "65534", "--clear-groups", sys.executable, "-c", code, str(root), str(old)]
     done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": f"{REPOSITORY}/src"})
     assert match in done.stderr

@@ -26,9 +26,10 @@ from adopt_cases import (
 )
 
 from eyas.errors import DiskError, StoreError
-from eyas.ops import adopt_hash, adopt_place
-from eyas.ops.adopt_hash import hash_files, read_journal
-from eyas.ops.adopt_source import FoundFile, find_files
+from eyas.ops.adopt import hashing as adopt_hash
+from eyas.ops.adopt import place as adopt_place
+from eyas.ops.adopt.hashing import hash_files, read_journal
+from eyas.ops.adopt.source import FoundFile, find_files
 
 FEW = {"a": b"first", "sub/b": b"second", "c": b"first"}
 

@@ -13,8 +13,8 @@ import yaml
 from adopt_cases import adopt_other, contents, eyas, is_clean, make_folder, make_repository, run
 
 from eyas.errors import StoreError
-from eyas.ops.adopt import AdoptRequest, adopt
-from eyas.ops.adopt_place import Placer
+from eyas.ops.adopt.folder import AdoptRequest, adopt
+from eyas.ops.adopt.place import Placer
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from layout_cases import QUICK_LAYOUTS, World
 
 from eyas import fs
 from eyas.errors import DataError
-from eyas.ops import adopt_sample
-from eyas.ops.adopt import Adopted, AdoptRequest, adopt
-from eyas.ops.adopt_sample import detect, sample_folder
-from eyas.ops.adopt_source import find_files
+from eyas.ops.adopt import sample as adopt_sample
+from eyas.ops.adopt.folder import Adopted, AdoptRequest, adopt
+from eyas.ops.adopt.sample import detect, sample_folder
+from eyas.ops.adopt.source import find_files
 
 LENGTHS = [5, 7, 4, 30, 12, 9]
 

@@ -9,7 +9,10 @@ from repair_cases import make_repository, manifest_of
 
 from eyas.contracts import payload_bytes
 from eyas.errors import StoreError
-from eyas.ops import bench_crash, bench_dvc, bench_store, replay
+from eyas.ops.bench import crash as bench_crash
+from eyas.ops.bench import dvc as bench_dvc
+from eyas.ops.bench import replay
+from eyas.ops.bench import store as bench_store
 
 
 @pytest.fixture

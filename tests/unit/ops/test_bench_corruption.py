@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from eyas import fs
 from eyas.contracts import CaptureIdentity, EngineFacts, ShardManifest
-from eyas.ops import bench
+from eyas.ops.bench import run as bench
 from eyas.plan.build import build_plan
 from eyas.shards.codecs import make_codec
 from eyas.shards.encode import Encoder

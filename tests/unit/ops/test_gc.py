@@ -11,9 +11,9 @@ import pytest
 
 from eyas.errors import EyasError
 from eyas.generations import ledger
-from eyas.ops.gc import collect, outcome_text
-from eyas.ops.gc_intent import read_intent, write_plan
-from eyas.ops.gc_plan import GcPlan, make_plan
+from eyas.ops.gc.collect import collect, outcome_text
+from eyas.ops.gc.intent import read_intent, write_plan
+from eyas.ops.gc.plan import GcPlan, make_plan
 from states_repository import MANIFEST, STATES, StatesRepository, md5
 
 OLD, NEW = ({f"sub/{i}.safetensors": bytes([i + seed]) * 5000 for i in range(3)} for seed in (1, 100))
@@ -143,8 +143,8 @@ def test_dvc_that_fails_leaves_the_intent(repository):
 
 def interrupted(repository) -> GcPlan:
     """A gc that was stopped right after it wrote down what goes."""
-    from eyas.ops import gc
-    from eyas.ops.gc_intent import read_plan
+    from eyas.ops.gc import collect as gc
+    from eyas.ops.gc.intent import read_plan
 
     plan = confirmed(repository)
     gc._begin(repository.root, read_plan(repository.root, plan.plan_id) or {})
@@ -221,7 +221,7 @@ def test_a_spool_that_is_taken_up_again_stays(repository):
 
 def test_a_deleted_file_that_is_open_is_named(repository):
     """Case 82's cousin: the bytes are gone from every folder and not free."""
-    from eyas.ops.gc_measure import open_files
+    from eyas.ops.gc.measure import open_files
 
     path = repository.object_path(md5(OLD["sub/0.safetensors"]))
     stat = path.stat()

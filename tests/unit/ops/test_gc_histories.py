@@ -19,7 +19,7 @@ import pytest
 from gc_history import History
 
 from eyas import fs
-from eyas.ops import gc_dvc
+from eyas.ops.gc import dvc as gc_dvc
 from states_repository import dvc_gc
 
 REPORT = Path(__file__).parents[3] / "reports/bench/gc.json"

@@ -14,11 +14,12 @@ from gc_cases import mounted
 from eyas.errors import StoreError
 from eyas.generations import ledger
 from eyas.generations.listing import list_generations, read_situation
-from eyas.ops import gc, gc_measure
-from eyas.ops.adopt import AdoptRequest, adopt, adopted_rows
-from eyas.ops.gc import collect
-from eyas.ops.gc_intent import PLANS, read_plan, write_plan
-from eyas.ops.gc_plan import GcPlan, make_plan, parse_projects
+from eyas.ops.adopt.folder import AdoptRequest, adopt, adopted_rows
+from eyas.ops.gc import collect as gc
+from eyas.ops.gc import measure as gc_measure
+from eyas.ops.gc.collect import collect
+from eyas.ops.gc.intent import PLANS, read_plan, write_plan
+from eyas.ops.gc.plan import GcPlan, make_plan, parse_projects
 from eyas.ops.retire import keep, retire, retired_text
 from states_repository import MANIFEST, STATES, StatesRepository
 

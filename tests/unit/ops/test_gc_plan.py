@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 
-from eyas.ops.gc_plan import GcPlan, make_plan
-from eyas.ops.gc_text import plan_text, plan_values
+from eyas.ops.gc.plan import GcPlan, make_plan
+from eyas.ops.gc.text import plan_text, plan_values
 from states_repository import MANIFEST, STATES, StatesRepository, md5
 
 OLD = {f"shards-000/{i}.safetensors": bytes([i]) * (5000 * i) for i in range(1, 4)}

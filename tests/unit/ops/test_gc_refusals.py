@@ -11,9 +11,9 @@ import pytest
 from eyas import fs
 from eyas.errors import EyasError
 from eyas.generations.trees import mark_retired
-from eyas.ops.gc import collect
-from eyas.ops.gc_intent import write_plan
-from eyas.ops.gc_plan import make_plan, parse_projects
+from eyas.ops.gc.collect import collect
+from eyas.ops.gc.intent import write_plan
+from eyas.ops.gc.plan import make_plan, parse_projects
 from states_repository import MANIFEST, STATES, StatesRepository
 
 OLD, NEW = ({f"{i}.safetensors": bytes([i + seed]) * 5000 for i in range(3)} for seed in (1, 100))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.contracts import TokenSample
-from eyas.ops.hold_out import hold_out
+from eyas.ops.exchange.hold_out import hold_out
 from eyas.tokens.dataset import make_sample
 
 

@@ -13,9 +13,9 @@ from adopt_cases import REPOSITORY, adopt_other, contents, is_clean, make_folder
 
 from eyas.errors import DataError, DiskError, EyasError, StoreError
 from eyas.generations import ledger
-from eyas.ops import imported_set as store
-from eyas.ops.import_stage import ImportOptions, keep_from_git, write_pipeline
-from eyas.ops.train_from import train_from
+from eyas.ops.exchange import imported as store
+from eyas.ops.exchange.stage import ImportOptions, keep_from_git, write_pipeline
+from eyas.ops.exchange.train_from import train_from
 from states_repository import manifest_of
 
 
@@ -48,8 +48,8 @@ def adopted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     adopt_other(root, make_folder(tmp_path / "old"))
     path = root / "adopted/old.dvc"
     path.write_text(path.read_text().replace("layout: other", "layout: specforge\n      num_aux: 2"))
-    monkeypatch.setattr("eyas.ops.train_from._repro", lambda *_: None)
-    monkeypatch.setattr("eyas.ops.train_from._trained", lambda *_: None)
+    monkeypatch.setattr("eyas.ops.exchange.train_from._repro", lambda *_: None)
+    monkeypatch.setattr("eyas.ops.exchange.train_from._trained", lambda *_: None)
     return root
 
 
@@ -69,12 +69,12 @@ def imports(adopted: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     ran: list[tuple[str, ...]] = []
     monkeypatch.setattr(store, "dvc", run)
-    monkeypatch.setattr("eyas.ops.import_stage.ran", ran, raising=False)
+    monkeypatch.setattr("eyas.ops.exchange.stage.ran", ran, raising=False)
     return adopted
 
 
 def num_imports() -> int:
-    from eyas.ops import import_stage as module
+    from eyas.ops.exchange import stage as module
 
     return len(module.ran)  # type: ignore[attr-defined]
 

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from eyas.errors import ConfigError
-from eyas.ops import scenario
+from eyas.ops.scenario import pivot as scenario
+from eyas.ops.scenario.transcript import DeviationError, Transcript
 from eyas.ops.scratch import copy_tree
-from eyas.ops.transcript import DeviationError, Transcript
 
 ROOT = Path(__file__).parents[3]
 MOUNT = """
 import os, sys
 from pathlib import Path
-from eyas.ops.volume import enter_namespace, mount_memory, resize_memory
+from eyas.ops.scenario.volume import enter_namespace, mount_memory, resize_memory
 enter_namespace()
 folder = Path(sys.argv[1])
 mount_memory(folder, 1 << 26)

@@ -20,8 +20,8 @@ from tiny_targets import HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, VOCAB, write_tok
 from eyas import fs
 from eyas.contracts import ShardManifest
 from eyas.errors import DataError, StoreError
-from eyas.ops.import_stage import ImportOptions, import_stage, write_pipeline
-from eyas.ops.train_from import train_from
+from eyas.ops.exchange.stage import ImportOptions, import_stage, write_pipeline
+from eyas.ops.exchange.train_from import train_from
 from eyas.shards.layouts.torch_files import save_tensors
 from eyas.shards.reader import ShardReader
 from eyas.stages.common import runs_folder

@@ -19,8 +19,8 @@ from shard_cases import make_capture, make_plan, make_tokens, store
 
 from eyas import config, fs
 from eyas.contracts import CaptureIdentity, TokenSample
-from eyas.ops import exchange
-from eyas.ops.exchange import ImportReport, ImportRequest, export_states, import_states
+from eyas.ops.exchange import states as exchange
+from eyas.ops.exchange.states import ImportReport, ImportRequest, export_states, import_states
 from eyas.shards.layouts.export import ExportResult
 from eyas.shards.reader import ShardReader, StoredStates
 from eyas.tokens.draft_vocab import build_draft_vocab

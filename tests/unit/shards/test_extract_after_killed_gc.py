@@ -12,7 +12,7 @@ from dvc_repository import MANIFEST, STATES, DvcRepository
 KILLED = """
 import os, sys
 from pathlib import Path
-from eyas.ops.gc import collect
+from eyas.ops.gc.collect import collect
 left = int(sys.argv[2])
 def hook(event, arguments):
     global left

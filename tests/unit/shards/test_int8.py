@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shard_cases import make_capture, make_plan, make_states, make_tokens, store
 
 from eyas.errors import CaptureError, StoreError
-from eyas.ops.bench_int8 import measure, spread
+from eyas.ops.bench.int8 import measure, spread
 from eyas.shards.calibration import (
     Calibration,
     calibration_samples,

@@ -18,8 +18,8 @@ from layout_faults import (
 from safetensors.torch import load_file, save_file
 
 from eyas.errors import CaptureError, DataError
-from eyas.ops import exchange
-from eyas.ops.import_engine import ImportEngine
+from eyas.ops.exchange import states as exchange
+from eyas.ops.exchange.engine import ImportEngine
 from eyas.shards.layouts.norms import NormReading
 
 

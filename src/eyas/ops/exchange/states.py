@@ -24,10 +24,10 @@ from eyas.contracts import SCHEMA_VERSION, FinalHidden, ShardManifest, StoredSam
 from eyas.engines.boundaries import layer_ids
 from eyas.engines.loop import ExtractLimits, ExtractResult, extract
 from eyas.errors import CaptureError, ConfigError, DataError
-from eyas.ops.hold_out import hold_out
-from eyas.ops.import_engine import ENGINE_NAME, ENGINE_VERSION, ImportEngine
-from eyas.ops.import_gate import check_room, folder_need, log_room, reclaim
-from eyas.ops.import_stage import keep_from_git
+from eyas.ops.exchange.engine import ENGINE_NAME, ENGINE_VERSION, ImportEngine
+from eyas.ops.exchange.gate import check_room, folder_need, log_room, reclaim
+from eyas.ops.exchange.hold_out import hold_out
+from eyas.ops.exchange.stage import keep_from_git
 from eyas.plan.build import build_plan
 from eyas.plan.cache import copying_types
 from eyas.plan.identity import capture_identity

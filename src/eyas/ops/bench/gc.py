@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eyas.ops.gc import collect
-from eyas.ops.gc_intent import write_plan
-from eyas.ops.gc_plan import make_plan
+from eyas.ops.gc.collect import collect
+from eyas.ops.gc.intent import write_plan
+from eyas.ops.gc.plan import make_plan
 
 STATES, MANIFEST = "data/hidden_states", "data/hidden_states.json"
 NUM_OBJECTS, NUM_COMMITS = 80_000, 200

@@ -23,15 +23,15 @@ from eyas.contracts import payload_bytes
 from eyas.errors import ConfigError, StoreError
 from eyas.generations import ledger
 from eyas.generations.trees import ADOPTED, ADOPTED_HOME, RETIRED_HOME, SOURCE, witness
-from eyas.ops.adopt_hash import JOURNAL, hash_files
-from eyas.ops.adopt_place import PROTECTED, Placer, Way, check_unchanged, choose_ways
-from eyas.ops.adopt_source import OTHER, FoundFolder, find_files, refuse_what_dvc_takes_otherwise
+from eyas.ops.adopt.hashing import JOURNAL, hash_files
+from eyas.ops.adopt.place import PROTECTED, Placer, Way, check_unchanged, choose_ways
+from eyas.ops.adopt.source import OTHER, FoundFolder, find_files, refuse_what_dvc_takes_otherwise
 from eyas.plan.cache import cache_object, read_yaml
 from eyas.shards import handover
 from eyas.shards.handover import HOME, LOCK_NAME, StoredFile
 
 if TYPE_CHECKING:
-    from eyas.ops.adopt_sample import Sampled
+    from eyas.ops.adopt.sample import Sampled
 
 FORMATS = ("speculators_v1", "speculators", "specforge", OTHER)
 MAX_THREADS = 8
@@ -196,7 +196,7 @@ def _check_name(root: Path, name: str, found: FoundFolder) -> None:
 def _sample(root: Path, found: FoundFolder, layout: str) -> Sampled | None:
     if layout == OTHER:
         return None
-    from eyas.ops.adopt_sample import detect, sample_folder  # torch: for this alone
+    from eyas.ops.adopt.sample import detect, sample_folder  # torch: for this alone
 
     sampled = sample_folder(root, found, layout or detect(found))
     for problem in sampled.problems[:MAX_FINDINGS]:

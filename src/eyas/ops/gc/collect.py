@@ -21,12 +21,13 @@ from eyas.generations import ledger
 from eyas.generations.extents import Key
 from eyas.generations.objects import Cache, scan_cache
 from eyas.generations.trees import RETIRED_HOME
-from eyas.ops import gc_dvc, gc_measure
-from eyas.ops.gc_changes import changes
-from eyas.ops.gc_intent import INTENT, Intent, forget_plans, read_intent, read_plan, write_intent
-from eyas.ops.gc_plan import GcPlan, make_plan, read_with_projects
-from eyas.ops.gc_refusals import Refusal, refusals
-from eyas.ops.gc_removal import Removal, lstat, remove_names, remove_strays
+from eyas.ops.gc import dvc as gc_dvc
+from eyas.ops.gc import measure as gc_measure
+from eyas.ops.gc.changes import changes
+from eyas.ops.gc.intent import INTENT, Intent, forget_plans, read_intent, read_plan, write_intent
+from eyas.ops.gc.plan import GcPlan, make_plan, read_with_projects
+from eyas.ops.gc.refusals import Refusal, refusals
+from eyas.ops.gc.removal import Removal, lstat, remove_names, remove_strays
 from eyas.shards.handover import HOME, LOCK_NAME
 
 EVENT = "gc"

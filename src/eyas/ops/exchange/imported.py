@@ -10,7 +10,7 @@ from pathlib import Path
 from eyas import console, fs
 from eyas.errors import EyasError, StoreError
 from eyas.generations import ledger
-from eyas.ops.import_stage import IMPORT, IMPORTS, PIPELINE
+from eyas.ops.exchange.stage import IMPORT, IMPORTS, PIPELINE
 from eyas.ops.published import read_published, stat_tree, strangers
 from eyas.plan.cache import cache_object, hashes, locked_stage
 from eyas.shards.handover import HOME, SPOOL

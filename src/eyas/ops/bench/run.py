@@ -50,7 +50,10 @@ def run(root: Path, name: str) -> dict[str, Any]:
 
 
 def _store(root: Path, scratch: Path) -> dict[str, Any]:
-    from eyas.ops import bench_dvc, bench_int8, bench_store, replay
+    from eyas.ops.bench import dvc as bench_dvc
+    from eyas.ops.bench import int8 as bench_int8
+    from eyas.ops.bench import replay
+    from eyas.ops.bench import store as bench_store
     from eyas.target.load import read_ends
     from eyas.target.store import target_dir
 
@@ -67,19 +70,20 @@ def _store(root: Path, scratch: Path) -> dict[str, Any]:
 
 
 def _crash(root: Path, scratch: Path) -> dict[str, Any]:
-    from eyas.ops import bench_crash, replay
+    from eyas.ops.bench import crash as bench_crash
+    from eyas.ops.bench import replay
 
     return bench_crash.measure(scratch / "crash", replay.load(root, CRASH_SAMPLES), NUM_KILLS, SEED)
 
 
 def _corruption(root: Path, scratch: Path) -> dict[str, Any]:
-    from eyas.ops import bench_corruption
+    from eyas.ops.bench import corruption as bench_corruption
 
     return bench_corruption.measure(root, SEED, NUM_FLIPS)
 
 
 def _gc(root: Path, scratch: Path) -> dict[str, Any]:
-    from eyas.ops import bench_gc
+    from eyas.ops.bench import gc as bench_gc
 
     # The count of random histories is a test's: kept as it was noted last.
     path = root / REPORTS / "gc.json"

@@ -12,9 +12,9 @@ from eyas.generations.extents import Key
 from eyas.generations.listing import Situation
 from eyas.generations.objects import CachedObject
 from eyas.generations.trees import TreeFile
-from eyas.ops.gc_going import Going, stats
-from eyas.ops.gc_groups import NEVER_NAMED, REPORTS, GroupRow
-from eyas.ops.gc_remote import remotes
+from eyas.ops.gc.going import Going, stats
+from eyas.ops.gc.groups import NEVER_NAMED, REPORTS, GroupRow
+from eyas.ops.gc.remote import remotes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,12 +20,12 @@ from eyas.generations.freed import freed_by_inode
 from eyas.generations.generation import Generation
 from eyas.generations.kept import projects_kept
 from eyas.generations.listing import Situation, list_generations, read_situation
-from eyas.ops.gc_going import Going, going
-from eyas.ops.gc_groups import GroupRow, group, rows
-from eyas.ops.gc_intent import Intent, read_intent
-from eyas.ops.gc_refusals import NO_PROJECTS, Refusal, refusals
-from eyas.ops.gc_remote import pushed_objects
-from eyas.ops.gc_warnings import Held, held, warnings
+from eyas.ops.gc.going import Going, going
+from eyas.ops.gc.groups import GroupRow, group, rows
+from eyas.ops.gc.intent import Intent, read_intent
+from eyas.ops.gc.refusals import NO_PROJECTS, Refusal, refusals
+from eyas.ops.gc.remote import pushed_objects
+from eyas.ops.gc.warnings import Held, held, warnings
 
 ID_DIGITS = 16
 

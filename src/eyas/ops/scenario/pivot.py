@@ -21,9 +21,9 @@ from eyas import config, console, fs
 from eyas.errors import ConfigError
 from eyas.ops.params import write_params
 from eyas.ops.published import MANIFEST, OUTS, PLAN, STATES
+from eyas.ops.scenario.transcript import DeviationError, Transcript
+from eyas.ops.scenario.volume import enter_namespace, mount_memory, resize_memory
 from eyas.ops.scratch import SMALL, copy_tree, environment
-from eyas.ops.transcript import DeviationError, Transcript
-from eyas.ops.volume import enter_namespace, mount_memory, resize_memory
 from eyas.plan.cache import cache_object, hashes, locked_stage
 
 VOLUME = Path(".eyas/pivot")

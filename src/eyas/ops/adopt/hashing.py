@@ -22,7 +22,7 @@ from typing import BinaryIO
 from eyas import console, fs
 from eyas.canonical import canonical_json
 from eyas.errors import StoreError
-from eyas.ops.adopt_source import FoundFile
+from eyas.ops.adopt.source import FoundFile
 
 JOURNAL = "journal.jsonl"
 READ_BYTES = 1 << 20

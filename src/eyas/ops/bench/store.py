@@ -21,7 +21,7 @@ import torch
 
 from eyas import fs
 from eyas.contracts import CapturePlan, ShardEntry, ShardManifest
-from eyas.ops.replay import Source, manifest_of
+from eyas.ops.bench.replay import Source, manifest_of
 from eyas.rows import stored_rows
 from eyas.shards.codecs import Codec, decode_block, make_codec, tensor_bytes
 from eyas.shards.encode import Encoder

@@ -2,7 +2,7 @@
 
 Everything that can be told before the import starts is told then: options against what the adoption found, the disk,
 what git tracks. DVC then runs ``import`` alone. What fails there leaves no trace but the shards that are gone on with;
-what is done is frozen (``eyas.ops.import_stage``), and DVC does the rest.
+what is done is frozen (``eyas.ops.exchange.stage``), and DVC does the rest.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from eyas import config, console, fs
 from eyas.errors import ConfigError, DataError, EyasError, StoreError
 from eyas.generations.listing import find
 from eyas.generations.trees import ADOPTED
-from eyas.ops import imported_set as store
-from eyas.ops.adopt_source import OTHER
-from eyas.ops.import_gate import adopted_need, check_room, log_room
-from eyas.ops.import_stage import (
+from eyas.ops.adopt.source import OTHER
+from eyas.ops.exchange import imported as store
+from eyas.ops.exchange.gate import adopted_need, check_room, log_room
+from eyas.ops.exchange.stage import (
     IMPORT,
     IMPORTS,
     PIPELINE,

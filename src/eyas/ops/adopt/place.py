@@ -17,8 +17,8 @@ from typing import Literal
 from eyas import fs
 from eyas.errors import DiskError, StoreError
 from eyas.generations.trees import ADOPTED
-from eyas.ops.adopt_hash import changed
-from eyas.ops.adopt_source import FoundFile, FoundFolder
+from eyas.ops.adopt.hashing import changed
+from eyas.ops.adopt.source import FoundFile, FoundFolder
 from eyas.plan.cache import cache_dir, cache_types, object_finder
 from eyas.shards import handover
 

@@ -26,7 +26,7 @@ from eyas.contracts import TokenSample
 from eyas.engines.base import CapturedSample
 from eyas.engines.loop import ExtractLimits, extract
 from eyas.errors import StoreError
-from eyas.ops.replay import ReplayEngine, Source
+from eyas.ops.bench.replay import ReplayEngine, Source
 from eyas.shards.handover import hand_over
 
 CALLS = ("fsync", "replace", "rename", "truncate", "unlink", "rmdir", "mkdir", "link", "write")

@@ -8,7 +8,7 @@ import numpy as np
 
 from eyas import config, fs
 from eyas.contracts import TargetIdentity
-from eyas.ops.exchange import TARGET
+from eyas.ops.exchange.states import TARGET
 from eyas.tokens.dataset import iter_tokens
 from eyas.tokens.draft_vocab import DraftVocab, build_draft_vocab
 

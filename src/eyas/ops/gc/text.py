@@ -11,8 +11,8 @@ from typing import Any
 from eyas.console import human_bytes, table
 from eyas.generations.generation import Generation
 from eyas.generations.revisions import PIN_PREFIX
-from eyas.ops.gc_groups import GroupRow
-from eyas.ops.gc_plan import GcPlan
+from eyas.ops.gc.groups import GroupRow
+from eyas.ops.gc.plan import GcPlan
 
 MAX_LISTED = 20
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from eyas import config, console, fs
 from eyas.contracts import FinalHidden, TargetIdentity
 from eyas.errors import DataError, StoreError
-from eyas.ops.adopt_source import OTHER, FoundFolder
+from eyas.ops.adopt.source import OTHER, FoundFolder
 from eyas.shards.layouts import registry, specforge, speculators, speculators_v1
 from eyas.shards.layouts.base import LayoutSample, LayoutSource, sample_problem
 from eyas.shards.layouts.norms import NormReading, final_scale, read_norm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eyas import console
-from eyas.ops.exchange import ImportReport
+from eyas.ops.exchange.states import ImportReport
 from eyas.shards.layouts.export import ExportResult
 
 

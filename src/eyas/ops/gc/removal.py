@@ -11,7 +11,7 @@ from pathlib import Path
 
 from eyas.generations.listing import Situation
 from eyas.generations.reclaim import kept_places
-from eyas.ops.gc_intent import Intent
+from eyas.ops.gc.intent import Intent
 from eyas.plan.cache import cache_dir
 from eyas.shards.handover import HOME, RETIRED_MARK, SPOOL
 

@@ -14,7 +14,7 @@ from eyas.generations.listing import Situation
 from eyas.generations.objects import DIR_SUFFIX, CachedObject
 from eyas.generations.runs import run_cache_names
 from eyas.generations.trees import TreeFile
-from eyas.ops.gc_going import Going, GoingName
+from eyas.ops.gc.going import Going, GoingName
 
 NEVER_NAMED = "named by no commit"
 REPORTS = "reports in DVC's run cache"

@@ -1,0 +1,1 @@
+"""What the store and gc measure of themselves."""

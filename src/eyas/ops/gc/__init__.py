@@ -1,0 +1,1 @@
+"""Deleting on purpose: a plan, its confirmation, the account."""

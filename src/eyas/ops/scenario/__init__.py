@@ -1,0 +1,1 @@
+"""Stories played for real."""
