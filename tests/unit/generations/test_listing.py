@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas import fs
-from eyas.errors import StoreError
 from eyas.generations.listing import find, list_generations, read_situation
 from states_repository import MANIFEST, STATES, StatesRepository, manifest_of, md5
 
@@ -311,43 +310,6 @@ class _Entries(list):
 
 
 # ── names that people type ────────────────────────────────────────────────────────────────────
-
-
-def test_a_prefix_finds_it_and_too_short_or_unknown_ones_do_not(repository):
-    name = repository.publish(shards(10))
-    repository.commit()
-    for spelt in (name[:6], name[:10], name[:32], name):
-        assert find(repository.root, spelt).hash == name
-    for spelt in (name[:5], "f" * 12, "", "data/hidden_states"):
-        with pytest.raises(StoreError, match=f"{name[:10]}") as error:
-            find(repository.root, spelt)
-        assert "make generations ALL=1" in (error.value.hint or "")
-
-
-def test_a_prefix_of_two_is_refused_with_both(repository):
-    seen: dict[str, dict[str, bytes]] = {}
-    for i in range(100000):  # two lists whose md5 begins alike, by search
-        files = {"s": str(i).encode()}
-        listing = json.dumps([{"md5": md5(files["s"]), "relpath": "s"}], sort_keys=True).encode()
-        prefix = md5(listing)[:6]
-        if prefix in seen:
-            break
-        seen[prefix] = files
-    one = repository.publish(seen[prefix])
-    repository.commit()
-    two = repository.publish(files)
-    repository.commit()
-    with pytest.raises(StoreError, match="means 2 generations"):
-        find(repository.root, prefix)
-    assert {find(repository.root, name[:12]).hash for name in (one, two)} == {one, two}
-
-
-def test_a_generation_of_an_old_commit_is_found(repository):
-    old = repository.publish(shards(10))
-    repository.commit()
-    repository.publish(shards(20))
-    repository.commit()
-    assert find(repository.root, old[:8]).hash == old
 
 
 @settings(max_examples=25)

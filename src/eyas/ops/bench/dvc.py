@@ -100,7 +100,7 @@ def _guard(root: Path) -> str:
 def _run(root: Path, *command: str) -> str:
     programs = os.pathsep.join((os.fspath(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     environment = {name: value for name, value in os.environ.items() if name != "DVC_SITE_CACHE_DIR"}
-    environment |= {"PATH": programs, "PYTHONPATH": os.fspath(Path(__file__).parents[2])}
+    environment |= {"PATH": programs, "PYTHONPATH": os.fspath(Path(__file__).parents[3])}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise EyasError(f"{' '.join(command)} ended with {done.returncode} in {root}: {done.stderr.strip()[-2000:]}")
