@@ -358,6 +358,7 @@ def test_engine_and_format_are_checked_before_anything(root: Path, old: Path) ->
     with pytest.raises(DataError, match="no layout that is known") as raised:
         adopt(root, AdoptRequest(folder=old, engine="vllm"))
     assert "FORMAT=other" in str(raised.value.hint)
+    assert not (root / ".eyas/adopted").exists(), "a refusal leaves nothing"
 
 
 @pytest.mark.parametrize(("mode", "match"), [(0o644, "files of another user"), (0o600, "unreadable files")])

@@ -98,6 +98,7 @@ def adopt(root: Path, request: AdoptRequest) -> Adopted:
         refuse_what_dvc_takes_otherwise(root, found, root / ADOPTED / name)
         ways = choose_ways(root, found)
         sampled = _sample(root, found, request.layout)
+        _claim_name(root, name, found)
         md5s = _hash(root, name, found)
         files = [StoredFile(file.path, file.size_bytes, md5s[file.path]) for file in found.files]
         is_known = _check_same(root, name, handover.dir_md5(files))
@@ -180,6 +181,11 @@ def _check_name(root: Path, name: str, found: FoundFolder) -> None:
             f"{name} is the name of a generation that was adopted from {origin.get('folder')}, this is {found.path}",
             "take another name: NAME=",
         )
+
+
+def _claim_name(root: Path, name: str, found: FoundFolder) -> None:
+    """Note whose journal this is; not before the folder was looked at, so that a refusal leaves nothing."""
+    home = root / ADOPTED_HOME / name
     source = home / SOURCE
     other = fs.read_json(source).get("folder", "") if source.is_file() else str(found.path)
     if other != str(found.path):
