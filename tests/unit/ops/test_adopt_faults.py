@@ -96,7 +96,13 @@ def test_ctrl_c_stops_at_once_and_keeps_what_was_hashed(root: Path, tmp_path: Pa
         handle.truncate(40 << 30)  # sparse: an hour of hashing
     journal = root / ".eyas/adopted/old/journal.jsonl"
     command = [sys.executable, "-m", "eyas.cli", "adopt", "--dir", str(folder), "--engine", "x", "--format", "other"]
-    process = subprocess.Popen(command, cwd=root, env=environment(), stderr=subprocess.PIPE, text=True)
+    # A test run in the background of a shell has Ctrl-C switched off, and hands that down.
+    listening = [
+        sys.executable,
+        "-c",
+        "import os, signal, sys; signal.signal(2, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])",
+    ]
+    process = subprocess.Popen([*listening, *command], cwd=root, env=environment(), stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not (journal.exists() and journal.read_bytes()) and time.monotonic() < deadline:
         time.sleep(0.05)
