@@ -7,7 +7,6 @@ eyas wrote beside it (manifest, journal of the adoption), never by guessing, and
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -126,7 +125,7 @@ def _spool(folder: Path) -> NameTree | None:
     present: dict[str, TreeFile] = {}
     for path, entry in _walk(states):
         with contextlib.suppress(FileNotFoundError):  # an extraction renames its files meanwhile
-            present[path] = _stat(entry.stat())
+            present[path] = tree_file(entry.stat())
     if listed:
         present = {path: present[path] for path, size in listed if path in present and present[path].size_bytes == size}
     is_retired = (folder / RETIRED_MARK).exists()
@@ -222,7 +221,7 @@ def _stat_listed(
             continue
         if unchanged is not None and unchanged.get(path) != (found.st_ino, found.st_mtime_ns):
             continue
-        files[path] = _stat(found)
+        files[path] = tree_file(found)
     return files
 
 
@@ -238,15 +237,8 @@ def _walk(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
                     yield entry.path[start:], entry
 
 
-def _stat(found: os.stat_result) -> TreeFile:
+def tree_file(found: os.stat_result) -> TreeFile:
+    """What is kept of a name's ``stat``."""
     return TreeFile(
         found.st_size, found.st_blocks * BLOCK_BYTES, found.st_dev, found.st_ino, found.st_nlink, found.st_mtime_ns
     )
-
-
-def file_md5(path: Path) -> str:
-    """md5 of a small file; empty when it is missing."""
-    try:
-        return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
-    except FileNotFoundError:
-        return ""

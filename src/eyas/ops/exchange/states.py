@@ -183,14 +183,7 @@ def import_states(root: Path, request: ImportRequest) -> ImportReport:
     norm = functools.partial(to_post_norm, final=final) if final_hidden == "pre_norm" else _as_is
     options = _options(request, final_hidden, scanned)
     engine = ImportEngine(source, request.source, scanned.files, norm, options)
-    # Only below the repository a commit follows.
-    is_committed = request.out.resolve().is_relative_to(root.resolve())
-    limits = ExtractLimits(
-        reserve_bytes=params.extract.reserve_bytes,
-        max_failed_samples=0,
-        cache_types=copying_types(root) if is_committed else (),
-        reclaim=lambda: reclaim(root),
-    )
+    limits = _limits(root, request.out, params)
     result = _store(params, target, request, boundaries, scanned, engine, limits, head_VD)
     if result.effect is not None:
         console.log(f"import: {params.extract.codec}: {result.effect}")
@@ -211,6 +204,18 @@ def import_states(root: Path, request: ImportRequest) -> ImportReport:
     fs.write_record(request.out / IMPORT_REPORT, report)
     hand_over(root, result.manifest, request.out / STATES, request.out / MANIFEST)
     return report
+
+
+def _limits(root: Path, out: Path, params: Params) -> ExtractLimits:
+    """When the writing of a set stops."""
+    # Only below the repository a commit follows.
+    is_committed = out.resolve().is_relative_to(root.resolve())
+    return ExtractLimits(
+        reserve_bytes=params.extract.reserve_bytes,
+        max_failed_samples=0,
+        cache_types=copying_types(root) if is_committed else (),
+        reclaim=lambda: reclaim(root),
+    )
 
 
 def choose_boundaries(

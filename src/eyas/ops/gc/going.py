@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from eyas.errors import StoreError
 from eyas.generations.listing import Situation
-from eyas.generations.objects import BLOCK_BYTES, DIR_SUFFIX, CachedObject
+from eyas.generations.objects import DIR_SUFFIX, CachedObject
 from eyas.generations.reclaim import removed_trees
-from eyas.generations.trees import ADOPTED_HOME, STATES_NAME, NameTree, TreeFile
+from eyas.generations.trees import ADOPTED_HOME, STATES_NAME, NameTree, TreeFile, tree_file
 from eyas.shards.handover import RETIRED_MARK, known_md5s
 
 
@@ -152,12 +152,9 @@ def _name(root: Path, path: str, owner: str, folder: str) -> GoingName:
 
 def _stat(path: str | Path) -> TreeFile | None:
     try:
-        found = os.lstat(path)
+        return tree_file(os.lstat(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return TreeFile(
-        found.st_size, found.st_blocks * BLOCK_BYTES, found.st_dev, found.st_ino, found.st_nlink, found.st_mtime_ns
-    )
 
 
 def stats(going: Going) -> Iterable[CachedObject | TreeFile]:
