@@ -101,7 +101,8 @@ class _Rotate(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.arguments = embedded, name, places_R, rotation, num_turned, is_last_backward
         ctx.set_materialize_grads(False)
-        return add_and_rotate(hidden_RXK, embedded_TXK, places_R, rotation, num_turned)
+        out_RXK = torch.empty_like(hidden_RXK, memory_format=torch.contiguous_format)
+        return add_and_rotate(hidden_RXK, embedded_TXK, places_R, rotation, num_turned, out_RXK)
 
     @staticmethod
     @once_differentiable
@@ -109,7 +110,8 @@ class _Rotate(torch.autograd.Function):
         embedded, name, places_R, rotation, num_turned, is_last = ctx.arguments
         like = embedded.q_UHK if name == "q" else embedded.kv_TCK
         grad_sum = embedded.grad(name, like)
-        back_RXK = add_and_rotate_backward(grad_RXK, places_R, rotation, num_turned, grad_sum)
+        back_RXK = torch.empty_like(grad_RXK)
+        add_and_rotate_backward(grad_RXK, places_R, rotation, num_turned, grad_sum, back_RXK)
         return back_RXK, embedded.take(name, like) if is_last else None, None, None, None, None, None, None
 
 
@@ -129,20 +131,21 @@ class _RotateOwn(torch.autograd.Function):
         R, H = len(hidden_RXK), embedded.q_UHK.shape[1]
         G = embedded.kv_TCK.shape[1] // 2
         ctx.arguments = embedded, keys, step, places, rotation
-        keys.own[step - 1, :R] = add_and_rotate(hidden_RXK[:, H:], embedded.kv_TCK, places[1], rotation, G)
-        return add_and_rotate(hidden_RXK[:, :H], embedded.q_UHK, places[0], rotation, H)
+        add_and_rotate(hidden_RXK[:, H:], embedded.kv_TCK, places[1], rotation, G, keys.own[step - 1, :R])
+        q_RHK = hidden_RXK.new_empty(R, H, hidden_RXK.shape[2])
+        return add_and_rotate(hidden_RXK[:, :H], embedded.q_UHK, places[0], rotation, H, q_RHK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_q_RHK: torch.Tensor) -> Any:  # type: ignore[override]
         embedded, keys, step, places, rotation = ctx.arguments
-        R, H = grad_q_RHK.shape[:2]
-        G = keys.own.shape[2] // 2
+        (R, H, K), C = grad_q_RHK.shape, keys.own.shape[2]
         grad_kv_RCK = keys.grad_own[step - 1, :R]
         sums = embedded.grad("q", embedded.q_UHK), embedded.grad("kv", embedded.kv_TCK)
-        back_q_RHK = add_and_rotate_backward(grad_q_RHK, places[0], rotation, H, sums[0])
-        back_kv_RCK = add_and_rotate_backward(grad_kv_RCK, places[1], rotation, G, sums[1])
-        return torch.cat([back_q_RHK, back_kv_RCK], 1), None, None, None, None, None
+        back_RXK = grad_q_RHK.new_empty(R, H + C, K)
+        add_and_rotate_backward(grad_q_RHK, places[0], rotation, H, sums[0], back_RXK[:, :H])
+        add_and_rotate_backward(grad_kv_RCK, places[1], rotation, C // 2, sums[1], back_RXK[:, H:])
+        return back_RXK, None, None, None, None, None
 
 
 def rotate_first(
