@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from eyas.drafter.model import Drafter
+from eyas.drafter.objective import Objective
 from eyas.drafter.precision import reduced_dtype
 from eyas.drafter.rows import Pack
 from eyas.drafter.ttt import unroll
@@ -51,7 +52,7 @@ class Measured:
     """What one pack's loss consists of, per step; detached."""
 
     losses_S: torch.Tensor
-    """Mean KL; 0 where no row trains."""
+    """Mean of the rows' losses; 0 where no row trains."""
     num_trained_S: torch.Tensor
     num_hits_S: torch.Tensor
     """Trained rows whose draft argmax is the teacher's argmax over the draft vocab."""
@@ -110,7 +111,7 @@ class Sums:
     """Filled by the forward pass when measuring."""
 
     losses_N: torch.Tensor
-    """KL of each row of all steps; 0 where it does not train."""
+    """Loss of each row of all steps; 0 where it does not train."""
     hits_N: torch.Tensor
 
 
@@ -130,6 +131,7 @@ class _HeadLoss(torch.autograd.Function):
         teacher_WD: torch.Tensor,
         workspace: Workspace,
         sums: Sums | None,
+        objective: Objective,
     ) -> torch.Tensor:
         W, dtype = len(head_WE), head_WE.dtype
         product_dtype = reduced_dtype() or dtype
@@ -143,12 +145,11 @@ class _HeadLoss(torch.autograd.Function):
             hidden_XE = hidden_NE[chunk.rows_X]
             q_XW = workspace.take("draft", X, W, head_WE, dtype)
             torch.mm(hidden_XE, head_WE.t(), out=q_XW)
+            objective.teacher_(p_CW)
             if sums is not None:
-                _measure(sums, chunk, p_CW, q_XW)
-            torch.softmax(p_CW, -1, out=p_CW)
+                _measure(sums, chunk, objective, p_CW, q_XW)
             torch.softmax(q_XW, -1, out=q_XW)
-            # d KL / d logits = q - p, before the row's weight
-            q_XW.view(-1, C, W).sub_(p_CW)
+            objective.gradient_(p_CW, q_XW.view(-1, C, W))  # before the row's weight
             grad_XW = q_XW
             if product_dtype != dtype:
                 grad_XW = workspace.take("gradient", X, W, head_WE, product_dtype).copy_(q_XW)
@@ -165,20 +166,17 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_total: torch.Tensor) -> Any:  # type: ignore[override]
         (grad_NE,) = ctx.saved_tensors
         grad_head_WE = None if ctx.grad_head_WE is None else ctx.grad_head_WE * grad_total
-        return grad_NE * grad_total, grad_head_WE, None, None, None, None, None
+        return grad_NE * grad_total, grad_head_WE, None, None, None, None, None, None
 
 
-def _measure(sums: Sums, chunk: Chunk, teacher_CW: torch.Tensor, logits_XW: torch.Tensor) -> None:
-    """KL and hit of every training row of a chunk."""
-    C, W = teacher_CW.shape
-    log_p_CW = F.log_softmax(teacher_CW, -1)
-    log_q_SCW = F.log_softmax(logits_XW, -1).view(-1, C, W)
-    p_CW = log_p_CW.exp()
-    kl_SC = torch.linalg.vecdot(p_CW, log_p_CW) - torch.linalg.vecdot(p_CW, log_q_SCW)
-    hit_SC = log_q_SCW.argmax(-1) == log_p_CW.argmax(-1)
+def _measure(sums: Sums, chunk: Chunk, objective: Objective, p_CW: torch.Tensor, logits_XW: torch.Tensor) -> None:
+    """Loss and hit of every training row of a chunk."""
+    logits_SCW = logits_XW.view(-1, *p_CW.shape)
+    loss_SC = objective.values(p_CW, logits_SCW)
+    hit_SC = logits_SCW.argmax(-1) == p_CW.argmax(-1)
     trains_X = chunk.weights_X > 0
     rows_Y = chunk.rows_X[trains_X]
-    sums.losses_N[rows_Y], sums.hits_N[rows_Y] = kl_SC.flatten()[trains_X], hit_SC.flatten()[trains_X]
+    sums.losses_N[rows_Y], sums.hits_N[rows_Y] = loss_SC.flatten()[trains_X], hit_SC.flatten()[trains_X]
 
 
 def ttt_loss(
@@ -189,6 +187,7 @@ def ttt_loss(
     ttt_steps: int | None = None,
     measure: bool = True,
     workspace: Workspace | None = None,
+    objective: Objective = Objective(),  # noqa: B008 - frozen
 ) -> tuple[torch.Tensor, Measured | None]:
     """Unroll a pack and make its loss.
 
@@ -200,13 +199,14 @@ def ttt_loss(
         ttt_steps: Steps to unroll; all of the pack's by default.
         measure: Take the loss values and hits too.
         workspace: Memory to use again; keep one per run.
+        objective: What a row's loss is.
 
     Returns:
         A scalar whose ``backward`` gives the loss's gradients (its own value is 0), and the values.
     """
     hidden = unroll(drafter, pack, ttt_steps)
     weights = [step_decay**k for k in range(len(hidden))]
-    return head_loss(hidden, drafter.lm_head.weight, pack, teacher_WD, weights, measure, workspace)
+    return head_loss(hidden, drafter.lm_head.weight, pack, teacher_WD, weights, measure, workspace, objective)
 
 
 def head_loss(
@@ -217,6 +217,7 @@ def head_loss(
     step_weights: Sequence[float],
     measure: bool,
     workspace: Workspace | None = None,
+    objective: Objective = Objective(),  # noqa: B008 - frozen
 ) -> tuple[torch.Tensor, Measured | None]:
     """Loss of ``unroll``'s outputs with given step weights; see ``ttt_loss``."""
     hidden_NE = torch.cat(list(hidden))
@@ -226,7 +227,9 @@ def head_loss(
     if measure:
         losses_N = hidden_NE.new_zeros(len(hidden_NE), requires_grad=False)
         sums = Sums(losses_N, torch.zeros_like(losses_N, dtype=torch.bool))
-    total = _HeadLoss.apply(hidden_NE, head_WE, chunks, pack.last_TD, teacher_WD, workspace or Workspace(), sums)
+    total = _HeadLoss.apply(
+        hidden_NE, head_WE, chunks, pack.last_TD, teacher_WD, workspace or Workspace(), sums, objective
+    )
     return total, _summed(sums, pack, [len(h) for h in hidden]) if sums else None
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from eyas.drafter.anchors import anchored_TS
 from eyas.errors import DataError, StoreError
 from eyas.rows import StoredRows, stored_rows
 
@@ -34,7 +35,7 @@ class Document:
 
     Shapes: ids_T, mask_T any integer dtype; aux_TAD, last_TD any float dtype. in_vocab_T bool: the
     teacher's argmax at this position is inside the draft vocab; None when OOV rows are not masked
-    (evaluation).
+    (evaluation). anchor_key decides which rows are anchors, see ``drafter.anchors``.
     """
 
     ids_T: torch.Tensor
@@ -42,6 +43,7 @@ class Document:
     aux_TAD: torch.Tensor
     last_TD: torch.Tensor
     in_vocab_T: torch.Tensor | None = None
+    anchor_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,8 @@ class Pack:
     trains_RS: torch.Tensor
     """Bool: row trains at step k."""
     num_oov: int
-    """(row, step) pairs inside a span that do not train because the teacher's argmax is out of vocab."""
+    """(row, step) pairs inside a span that do not train because the teacher's argmax is out of vocab, whether their
+    row is an anchor or not."""
     multiple: int = 1
     """Tokens and rows were filled up to a multiple of this."""
 
@@ -129,14 +132,16 @@ def steps_in_span_T(mask_T: torch.Tensor) -> torch.Tensor:
     return (run_T - 1).clamp_min(0)
 
 
-def _trains_TS(document: Document, ttt_steps: int) -> tuple[torch.Tensor, int]:
+def _trains_TS(document: Document, ttt_steps: int, anchors: int) -> tuple[torch.Tensor, int]:
+    """Which rows train at which steps, and the pairs that do not because they are out of vocab."""
     inside_TS = torch.arange(ttt_steps) < steps_in_span_T(document.mask_T)[:, None]
-    if document.in_vocab_T is None:
-        return inside_TS, 0
-    T = inside_TS.shape[0]
-    known_X = torch.cat([document.in_vocab_T.bool(), torch.zeros(ttt_steps, dtype=torch.bool)])
-    trains_TS = inside_TS & known_X[torch.arange(T)[:, None] + torch.arange(ttt_steps) + 1]
-    return trains_TS, int(inside_TS.sum() - trains_TS.sum())
+    trains_TS = inside_TS
+    if document.in_vocab_T is not None:
+        T = inside_TS.shape[0]
+        known_X = torch.cat([document.in_vocab_T.bool(), torch.zeros(ttt_steps, dtype=torch.bool)])
+        trains_TS = inside_TS & known_X[torch.arange(T)[:, None] + torch.arange(ttt_steps) + 1]
+    num_oov = int(inside_TS.sum() - trains_TS.sum())
+    return anchored_TS(trains_TS, anchors, document.anchor_key) if anchors else trains_TS, num_oov
 
 
 def _check(document: Document) -> None:
@@ -147,7 +152,7 @@ def _check(document: Document) -> None:
             raise DataError(f"{name} has shape {tuple(tensor.shape)}, expected {T} tokens as in ids_T")
 
 
-def pack_documents(documents: Sequence[Document], ttt_steps: int, multiple: int = 1) -> Pack:
+def pack_documents(documents: Sequence[Document], ttt_steps: int, multiple: int = 1, anchors: int = 0) -> Pack:
     """Lay documents side by side and order the rows that run.
 
     Args:
@@ -156,6 +161,7 @@ def pack_documents(documents: Sequence[Document], ttt_steps: int, multiple: int 
         multiple: Tokens and the rows of each step are filled up to a multiple of this, with padding that no
             document sees and rows that do not train. A matrix product of a new size costs its library
             milliseconds and megabytes to prepare, so a trainer wants few sizes.
+        anchors: Most rows of a document that train, see ``drafter.anchors``; 0 trains all.
 
     Raises:
         DataError: A document's tensors disagree in length or rank.
@@ -164,7 +170,7 @@ def pack_documents(documents: Sequence[Document], ttt_steps: int, multiple: int 
         _check(document)
     lengths = [document.ids_T.shape[0] for document in documents]
     ends = torch.tensor(lengths).cumsum(0).tolist()
-    chosen = [_trains_TS(document, ttt_steps) for document in documents]
+    chosen = [_trains_TS(document, ttt_steps, anchors) for document in documents]
     trains_TS = torch.cat([trains for trains, _ in chosen])
     reach_T = (trains_TS * torch.arange(1, ttt_steps + 1)).amax(1)
     order_T = torch.sort(reach_T, descending=True, stable=True).indices

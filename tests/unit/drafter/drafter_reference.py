@@ -138,11 +138,13 @@ def reference_loss(
         target = last.double() @ head.double().T
         for k in range(steps):
             for t in range(len(ids)):
-                if not trains(mask.tolist(), t, k) or (anchors is not None and t not in anchors[number]):
+                if not trains(mask.tolist(), t, k):
                     continue
                 full = target[t + k + 1]
                 if mask_oov and int(full.argmax()) not in draft_ids.tolist():
                     oov += 1
+                    continue
+                if anchors is not None and t not in anchors[number]:
                     continue
                 place = (number, t, k)
                 value, weight = row_loss(full[draft_ids], logits[k, t], kind, top_k, lk_weights.get(place))

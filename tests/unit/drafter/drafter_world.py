@@ -67,16 +67,17 @@ def head_of(drafter, seed=2):
     return torch.randn(drafter.shape.vocab_size, 16, generator=generator, dtype=torch.float64)
 
 
-def packed(drafter, documents, head_VD, steps, mask_oov=True, multiple=1):
+def packed(drafter, documents, head_VD, steps, mask_oov=True, multiple=1, anchors=0, keys=None):
     def in_vocab(last):
         return drafter.t2d[teacher_ids(last, head_VD)] if mask_oov else None
 
-    whole = [Document(ids, mask, aux, last, in_vocab(last)) for ids, mask, aux, last in documents]
-    return pack_documents(whole, steps, multiple)
+    keys = keys or [str(len(ids)) for ids, *_ in documents]
+    whole = [Document(*document, in_vocab(document[3]), key) for document, key in zip(documents, keys, strict=True)]
+    return pack_documents(whole, steps, multiple, anchors)
 
 
-def ours(drafter, documents, head_VD, steps, mask_oov=True, multiple=1, **options):
-    pack = packed(drafter, documents, head_VD, steps, mask_oov, multiple)
+def ours(drafter, documents, head_VD, steps, mask_oov=True, multiple=1, anchors=0, **options):
+    pack = packed(drafter, documents, head_VD, steps, mask_oov, multiple, anchors)
     drafter.zero_grad()
     total, report = ttt_loss(drafter, pack, head_VD[TARGET_IDS_W], DECAY, **options)
     total.backward()
