@@ -37,6 +37,9 @@ class Objective:
     """The target's distribution keeps its largest logits, this many and all that equal the last of them, and
     is normalised again; 0 keeps all. The draft's is never cut."""
 
+    def __post_init__(self) -> None:
+        assert self.kind in KINDS, self.kind
+
     def teacher_(self, logits_CW: torch.Tensor) -> torch.Tensor:
         """Turn the target's logits into its distribution p, in place."""
         if self.kind == "ce":

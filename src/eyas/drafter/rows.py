@@ -144,6 +144,11 @@ def _trains_TS(document: Document, ttt_steps: int, anchors: int) -> tuple[torch.
     return anchored_TS(trains_TS, anchors, document.anchor_key) if anchors else trains_TS, num_oov
 
 
+def steps_to_run_T(trains_TS: torch.Tensor) -> torch.Tensor:
+    """Steps that each row runs: up to the last at which it trains, whether it trains before or not."""
+    return (trains_TS * torch.arange(1, trains_TS.shape[1] + 1)).amax(1)
+
+
 def _check(document: Document) -> None:
     T = document.ids_T.shape[0]
     for name in ("ids_T", "mask_T", "aux_TAD", "last_TD"):
@@ -172,7 +177,7 @@ def pack_documents(documents: Sequence[Document], ttt_steps: int, multiple: int 
     ends = torch.tensor(lengths).cumsum(0).tolist()
     chosen = [_trains_TS(document, ttt_steps, anchors) for document in documents]
     trains_TS = torch.cat([trains for trains, _ in chosen])
-    reach_T = (trains_TS * torch.arange(1, ttt_steps + 1)).amax(1)
+    reach_T = steps_to_run_T(trains_TS)
     order_T = torch.sort(reach_T, descending=True, stable=True).indices
     num_needed = [int((reach_T > k).sum()) for k in range(ttt_steps)]
     num_rows = tuple(_filled(count, multiple) for count in num_needed)

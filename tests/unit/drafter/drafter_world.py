@@ -32,6 +32,7 @@ DECAY = 0.8
 
 TWO_SPANS = [0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 0, 1, 1, 1]
 ENDS_OPEN = [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
+LONG = [0] * 3 + [1] * 12 + [0] * 2 + [1] * 4
 
 
 def make_drafter(shape=SHAPE, train_head=False, seed=0):

@@ -5,14 +5,24 @@ from collections import Counter
 
 import pytest
 import torch
-from drafter_world import ENDS_OPEN, TWO_SPANS, compare, head_of, make_documents, make_drafter, ours, packed, theirs
+from drafter_world import (
+    ENDS_OPEN,
+    LONG,
+    TWO_SPANS,
+    compare,
+    head_of,
+    make_documents,
+    make_drafter,
+    ours,
+    packed,
+    theirs,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.drafter.anchors import anchor_key, anchored_TS
 from eyas.drafter.objective import Objective
 
-LONG = [0] * 3 + [1] * 12 + [0] * 2 + [1] * 4
 MASKS = [TWO_SPANS, LONG, ENDS_OPEN, [1] * 6]
 
 

@@ -8,20 +8,23 @@ import torch
 from drafter_world import (
     D2T_W,
     ENDS_OPEN,
+    LONG,
     SHAPE,
     TWO_SPANS,
     agree,
+    compare,
     head_of,
     make_documents,
     make_drafter,
     ours,
     packed,
+    theirs,
     value,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.drafter import attention, loss
+from eyas.drafter import attention, loss, rows
 from eyas.drafter.loss import ttt_loss
 from eyas.drafter.precision import matmul_dtype
 from eyas.drafter.rows import Document, pack_documents, steps_in_span_T
@@ -102,24 +105,52 @@ def test_the_targets_choice_is_taken_in_chunks(monkeypatch):
     assert torch.equal(ids_T, (last_TD @ head_VD.T).argmax(-1))
 
 
-def test_leaving_out_a_needed_row_shows(monkeypatch):
-    """Negative control: rows chosen by 'trains at this step' instead of 'trains at this step or later' fail."""
-    drafter = make_drafter()
-    documents = make_documents([TWO_SPANS, ENDS_OPEN])
+S = 4
+RIGHT_ROWS = {
+    "rows that train at this step or later": lambda trains_TS: (trains_TS * torch.arange(1, S + 1)).amax(1),
+    "every row at every step": lambda trains_TS: torch.full((len(trains_TS),), S),
+    "every row that trains at all, at every step": lambda trains_TS: trains_TS.any(1) * S,
+}
+WRONG_ROWS = {
+    "the supervised rows: those that train at step 0": lambda trains_TS: trains_TS[:, 0] * S,
+    "rows that train at this step": lambda trains_TS: trains_TS.int().cumprod(1).sum(1),
+    "as many steps as train": lambda trains_TS: trains_TS.sum(1),
+    "rows that train at the next step": lambda trains_TS: ((trains_TS * torch.arange(1, S + 1)).amax(1) - 1).clamp_min(
+        0
+    ),
+}
+
+
+def with_rows(monkeypatch, steps_to_run_T):
+    """Loss and gradients with another choice of rows, and the restatement, which runs every row at every step."""
+    monkeypatch.setattr(rows, "steps_to_run_T", steps_to_run_T)
+    drafter, documents = make_drafter(), make_documents([TWO_SPANS, LONG])
     head_VD = head_of(drafter)
-    pack = packed(drafter, documents, head_VD, 3)
-    late = [r for r in range(len(pack.rows_R)) if not pack.trains_RS[r, 0] and pack.trains_RS[r].any()]
-    assert late, "the case needs a row that only trains at a later step"
-    teacher_WD = head_VD[torch.arange(20) + D2T_W]
-    right = value(drafter, pack, teacher_WD)
-    keep = torch.tensor([r for r in range(len(pack.rows_R)) if r not in late])
-    wrong = dataclasses.replace(
-        pack,
-        rows_R=pack.rows_R[keep],
-        trains_RS=pack.trains_RS[keep],
-        num_rows=tuple(n - sum(r < n for r in late) for n in pack.num_rows),
-    )
-    assert abs(value(drafter, wrong, teacher_WD) - right) > 1e-6
+    return ours(drafter, documents, head_VD, S), theirs(drafter, documents, head_VD, S)
+
+
+def test_the_case_tells_the_choices_of_rows_apart(monkeypatch):
+    """Without rows that train late, pause or end early a wrong choice could not show."""
+    drafter = make_drafter()
+    pack = packed(drafter, make_documents([TWO_SPANS, LONG]), head_of(drafter), S)
+    patterns = {tuple(row) for row in pack.trains_RS.int().tolist()}
+    assert any(row[0] == 0 for row in patterns)
+    assert any(row[0] == 1 and 0 in row[: max(k for k in range(S) if row[k])] for row in patterns)
+    assert any(row[0] == 1 and row[-1] == 0 for row in patterns)
+
+
+@pytest.mark.parametrize("choice", RIGHT_ROWS.values(), ids=RIGHT_ROWS.keys())
+def test_rows_that_train_at_a_step_or_later_are_enough(monkeypatch, choice):
+    """More rows change nothing: what is left out is read by nobody."""
+    compare(*with_rows(monkeypatch, choice))
+
+
+@pytest.mark.parametrize("choice", WRONG_ROWS.values(), ids=WRONG_ROWS.keys())
+def test_leaving_out_a_needed_row_shows(monkeypatch, choice):
+    """Negative control: a trainer that chose the supervised rows was wrong, and its own check shared the mistake."""
+    found, expected = with_rows(monkeypatch, choice)
+    with pytest.raises(AssertionError):
+        compare(found, expected)
 
 
 @settings(max_examples=25, deadline=None)
