@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from eyas.drafter import attention, loss, rows
 from eyas.drafter.loss import ttt_loss
+from eyas.drafter.objective import Objective
 from eyas.drafter.precision import matmul_dtype
 from eyas.drafter.rows import Document, pack_documents, steps_in_span_T
 from eyas.drafter.teacher import teacher_ids
@@ -277,7 +278,8 @@ def test_the_loss_reads_the_states_of_teachers_alone():
     assert not any(bool(gradient.isfinite().all()) for gradient in found)
 
 
-def test_kl_and_gradient_are_float32_when_products_are_bfloat16():
+@pytest.mark.parametrize("chosen", [Objective(), Objective("ce"), Objective("lk"), Objective(top_k=4)], ids=str)
+def test_loss_and_gradient_are_float32_when_products_are_bfloat16(chosen):
     """Case 67: p and q closer than bf16 can tell. All inputs are bf16 numbers, so the products are exact."""
     generator = torch.Generator().manual_seed(0)
     ids, mask, aux, last = make_documents([ENDS_OPEN])[0]
@@ -287,14 +289,16 @@ def test_kl_and_gradient_are_float32_when_products_are_bfloat16():
     step = torch.randint(-1, 2, teacher_RE.shape, generator=generator) * 2.0**-8
     nudged = (teacher_RE * (1 + step)).bfloat16().float().requires_grad_()
     with matmul_dtype("bfloat16"):
-        total, report = loss.head_loss([nudged], W, pack, W, [1.0], measure=True)
+        total, report = loss.head_loss([nudged], W, pack, W, [1.0], measure=True, objective=chosen)
         total.backward()
     exact = nudged.detach().double().requires_grad_()
-    p = (teacher_RE.double() @ W.double().T).softmax(-1)
-    kl = (p * (p.log() - (exact @ W.double().T).log_softmax(-1))).sum(-1).mean()
-    kl.backward()
-    assert 1e-6 < float(kl.detach()) < 1e-3
-    assert report.total(1.0) == pytest.approx(float(kl.detach()), rel=1e-2, abs=1e-6)
+    pairs = zip(teacher_RE.double() @ W.double().T, exact @ W.double().T, strict=True)
+    losses = [reference.row_loss(target, logits, chosen.kind, chosen.top_k)[0] for target, logits in pairs]
+    expected = sum(losses) / len(losses)
+    expected.backward()
+    if chosen == Objective():
+        assert 1e-6 < float(expected.detach()) < 1e-3
+    assert report.total(1.0) == pytest.approx(float(expected.detach()), rel=1e-2, abs=1e-6)
     allowed = float(exact.grad.abs().max()) * 1e-2
     torch.testing.assert_close(nudged.grad.double(), exact.grad, rtol=1e-2, atol=allowed)
 
