@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from eyas.drafter.model import Drafter
-from eyas.drafter.objective import Objective
+from eyas.drafter.objective import Objective, entropy
 from eyas.drafter.precision import reduced_dtype
 from eyas.drafter.rows import Pack
 from eyas.drafter.ttt import unroll
@@ -149,7 +149,8 @@ class _HeadLoss(torch.autograd.Function):
             if sums is not None:
                 _measure(sums, chunk, objective, p_CW, q_XW)
             torch.softmax(q_XW, -1, out=q_XW)
-            objective.gradient_(p_CW, q_XW.view(-1, C, W))  # before the row's weight
+            for q_CW in q_XW.view(-1, C, W):
+                objective.gradient_(p_CW, q_CW)  # before the row's weight
             grad_XW = q_XW
             if product_dtype != dtype:
                 grad_XW = workspace.take("gradient", X, W, head_WE, product_dtype).copy_(q_XW)
@@ -172,7 +173,8 @@ class _HeadLoss(torch.autograd.Function):
 def _measure(sums: Sums, chunk: Chunk, objective: Objective, p_CW: torch.Tensor, logits_XW: torch.Tensor) -> None:
     """Loss and hit of every training row of a chunk."""
     logits_SCW = logits_XW.view(-1, *p_CW.shape)
-    loss_SC = objective.values(p_CW, logits_SCW)
+    entropy_C = entropy(p_CW)
+    loss_SC = torch.stack([objective.values(p_CW, entropy_C, logits_CW) for logits_CW in logits_SCW])
     hit_SC = logits_SCW.argmax(-1) == p_CW.argmax(-1)
     trains_X = chunk.weights_X > 0
     rows_Y = chunk.rows_X[trains_X]

@@ -12,7 +12,7 @@ constant: no gradient flows through it.
 Gradients of the draft's logits: q - p for kl, and for ce with p[c] = 1; for lk
 ``w (q - p) + (1 - w) q (Q - below)``, below = [q < p], Q = sum of q where below.
 
-Letters: C teacher positions, S steps, W draft vocab.
+Letters: C teacher positions, X rows of the draft with their teachers beside them, W draft vocab.
 """
 
 from __future__ import annotations
@@ -50,33 +50,40 @@ class Objective:
             logits_CW.masked_fill_(logits_CW < smallest_C1, -torch.inf)
         return torch.softmax(logits_CW, -1, out=logits_CW)
 
-    def gradient_(self, p_CW: torch.Tensor, q_SCW: torch.Tensor) -> torch.Tensor:
-        """Turn the draft's distribution q into the gradient of the row's loss by the draft's logits, in place."""
+    def gradient_(self, p_XW: torch.Tensor, q_XW: torch.Tensor) -> torch.Tensor:
+        """Turn the draft's distribution q into the gradient of each row's loss by the draft's logits, in place."""
         if self.kind != "lk":
-            return q_SCW.sub_(p_CW)
-        for q_CW in q_SCW:  # step by step: what it takes beside q is as wide as the teacher
-            accepted_C1 = torch.minimum(p_CW, q_CW).sum(-1, keepdim=True)
-            below_CW = q_CW * (q_CW < p_CW)
-            through_CW = (q_CW * below_CW.sum(-1, keepdim=True)).sub_(below_CW)
-            weight_C1 = _kl_weight(accepted_C1)
-            q_CW.sub_(p_CW).mul_(weight_C1).add_(through_CW.mul_(1 - weight_C1))
-        return q_SCW
+            return q_XW.sub_(p_XW)
+        weight_X1 = _kl_weight(_accepted(p_XW, q_XW))[:, None]
+        below_XW = q_XW * (q_XW < p_XW)
+        through_XW = (q_XW * below_XW.sum(-1, keepdim=True)).sub_(below_XW)
+        return q_XW.sub_(p_XW).mul_(weight_X1).addcmul_(through_XW, 1 - weight_X1)
 
-    def values(self, p_CW: torch.Tensor, logits_SCW: torch.Tensor) -> torch.Tensor:
-        """Loss [S,C] of every row.
+    def values(self, p_XW: torch.Tensor, entropy_X: torch.Tensor, logits_XW: torch.Tensor) -> torch.Tensor:
+        """Loss [X] of every row.
 
         Args:
-            p_CW: From ``teacher_``.
-            logits_SCW: The draft's logits.
+            p_XW: From ``teacher_``.
+            entropy_X: Of each p, which many rows share.
+            logits_XW: The draft's logits.
         """
-        log_q_SCW = F.log_softmax(logits_SCW, -1)
-        kl_SC = -torch.special.entr(p_CW).sum(-1) - torch.linalg.vecdot(p_CW, log_q_SCW)
+        log_q_XW = F.log_softmax(logits_XW, -1)
+        kl_X = -entropy_X - torch.linalg.vecdot(p_XW, log_q_XW)
         if self.kind != "lk":
-            return kl_SC
-        accepted_SC = torch.stack([torch.minimum(p_CW, log_q_CW.exp()).sum(-1) for log_q_CW in log_q_SCW])
-        weight_SC = _kl_weight(accepted_SC)
-        return weight_SC * kl_SC + (1 - weight_SC) * (1 - accepted_SC)
+            return kl_X
+        accepted_X = _accepted(p_XW, log_q_XW.exp_())
+        weight_X = _kl_weight(accepted_X)
+        return weight_X * kl_X + (1 - weight_X) * (1 - accepted_X)
 
 
-def _kl_weight(accepted: torch.Tensor) -> torch.Tensor:
-    return torch.exp(-LK_DECAY * accepted)
+def entropy(p_CW: torch.Tensor) -> torch.Tensor:
+    """Entropy [C] in nats; a token without any share adds none."""
+    return torch.special.entr(p_CW).sum(-1)
+
+
+def _accepted(p_XW: torch.Tensor, q_XW: torch.Tensor) -> torch.Tensor:
+    return torch.minimum(p_XW, q_XW).sum(-1)
+
+
+def _kl_weight(accepted_X: torch.Tensor) -> torch.Tensor:
+    return torch.exp(-LK_DECAY * accepted_X)

@@ -113,9 +113,9 @@ def test_any_masks_equal_the_restatement_under_every_kind(masks, steps, chosen):
 def row(chosen, target, logits):
     """(loss, gradient of the logits) of one row, through the code under test."""
     p_CW = chosen.teacher_(torch.tensor([target], dtype=torch.float64))
-    logits_SCW = torch.tensor([[logits]], dtype=torch.float64)
-    loss = float(chosen.values(p_CW, logits_SCW))
-    return loss, chosen.gradient_(p_CW, logits_SCW.softmax(-1))[0, 0].tolist()
+    logits_XW = torch.tensor([logits], dtype=torch.float64)
+    loss = float(chosen.values(p_CW, objective.entropy(p_CW), logits_XW))
+    return loss, chosen.gradient_(p_CW, logits_XW.softmax(-1))[0].tolist()
 
 
 def test_losses_of_one_row_by_hand():
