@@ -76,6 +76,9 @@ class Objective:
         return weight_X * kl_X + (1 - weight_X) * (1 - accepted_X)
 
 
+KL = Objective()
+
+
 def entropy(p_CW: torch.Tensor) -> torch.Tensor:
     """Entropy [C] in nats; a token without any share adds none."""
     return torch.special.entr(p_CW).sum(-1)

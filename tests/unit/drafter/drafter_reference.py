@@ -60,7 +60,7 @@ def document_logits(w, embedding, shape, ids, aux, steps):
         token = norm(embedding[padded[k + 1 : k + 1 + T]].double(), w[p + "input_layernorm.weight"], eps)
         read = norm(hidden, w[p + "hidden_norm.weight"], eps)
         x = torch.cat([token, read], -1)
-        if getattr(shape, "norm_before_residual", False):
+        if shape.norm_before_residual:
             hidden = read
         positions = torch.arange(T) + k
         q = rope((x @ w[p + "self_attn.q_proj.weight"].T).view(T, H, K), positions, shape.rope_theta)
@@ -98,7 +98,7 @@ def row_loss(target, logits, kind="kl", top_k=0, weight=None):
     log_q = logits.log_softmax(-1)
     if kind == "ce":
         return -log_q[int(target.argmax())], None
-    smallest = target.sort(descending=True).values[(top_k or len(target)) - 1]
+    smallest = target.sort(descending=True).values[min(top_k or len(target), len(target)) - 1]
     stays = [i for i in range(len(target)) if target[i] >= smallest]
     log_p, log_q_there = target[stays].log_softmax(-1), log_q[stays]
     kl = (log_p.exp() * (log_p - log_q_there)).sum()

@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from drafter_world import (
@@ -80,12 +81,20 @@ def test_as_many_anchors_as_rows_equal_the_dense_run_to_the_bit(masks, steps, mo
 
 
 def same_pack(found, expected):
-    for field in dataclasses.fields(expected):
-        a, b = getattr(found, field.name), getattr(expected, field.name)
-        if isinstance(a, torch.Tensor):
-            assert torch.equal(a, b), field.name
-        elif field.name not in ("plan",):
-            assert a == b, field.name
+    """Every tensor and number, plans included."""
+    if dataclasses.is_dataclass(expected):
+        for field in dataclasses.fields(expected):
+            if not field.name.startswith("_"):
+                same_pack(getattr(found, field.name), getattr(expected, field.name))
+    elif isinstance(expected, tuple):
+        assert len(found) == len(expected)
+        for pair in zip(found, expected, strict=True):
+            same_pack(*pair)
+    elif isinstance(expected, torch.Tensor | np.ndarray):
+        assert found.shape == expected.shape
+        assert bool((found == expected).all())
+    else:
+        assert found == expected
 
 
 def test_gradients_of_as_many_anchors_as_rows_equal_to_the_bit():

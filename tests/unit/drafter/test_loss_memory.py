@@ -7,7 +7,7 @@ import torch
 from drafter_world import SHAPE
 from torch.profiler import ProfilerActivity, profile
 
-from eyas.drafter import attention, loss
+from eyas.drafter import loss, spans
 from eyas.drafter.loss import ttt_loss
 from eyas.drafter.model import Drafter
 from eyas.drafter.objective import Objective
@@ -48,7 +48,7 @@ def make_step(chosen, measure=True):
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_LOGITS", (S + 1) * CHUNK_POSITIONS * W)
-    monkeypatch.setattr(attention, "BLOCK_SCORES", 1 << 14)
+    monkeypatch.setattr(spans, "BLOCK_SCORES", 1 << 14)
 
 
 ROW_BYTES = 4 * S * (12 * 16 + 4 * 24 + 3 * 64)

@@ -24,13 +24,14 @@ from drafter_world import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.drafter import attention, loss, rows
+from eyas.drafter import loss, rows, spans
 from eyas.drafter.loss import ttt_loss
 from eyas.drafter.objective import Objective
 from eyas.drafter.precision import matmul_dtype
 from eyas.drafter.rows import Document, pack_documents, steps_in_span_T
 from eyas.drafter.teacher import teacher_ids
 from eyas.drafter.ttt import draft_tokens, unroll
+from eyas.drafter.weights import Weight
 from eyas.errors import DataError
 
 
@@ -72,7 +73,7 @@ def test_a_trained_head_equals_the_restatement():
 
 def test_small_chunks_and_blocks_change_nothing(monkeypatch):
     """Case 65: whatever way the attention and the logits are cut, loss and gradients are the same."""
-    monkeypatch.setattr(attention, "BLOCK_SCORES", 1)
+    monkeypatch.setattr(spans, "BLOCK_SCORES", 1)
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 3 * 20)
     agree(make_drafter(train_head=True), make_documents([TWO_SPANS, ENDS_OPEN, [1] * 6]), 3)
 
@@ -83,8 +84,8 @@ def test_attention_of_a_long_document_is_cut_into_bounded_blocks():
     states = torch.zeros(T, 1)
     pack = pack_documents([Document(torch.zeros(T, dtype=torch.int64), torch.ones(T), states[:, None], states)], steps)
     assert heads * T * T * 4 == 34_359_738_368
-    for count in pack.num_rows:
-        blocks = attention.plan_blocks(pack, count, heads)
+    for count, plan in ((pack.num_rows[k], pack.attention[k]) for k in (0, steps - 1)):
+        blocks = plan.blocks(heads)
         assert max(4 * heads * block.hidden_XY.numel() for block in blocks) <= 32 * 2**20
         assert sorted(torch.cat([block.rows_X for block in blocks]).tolist()) == list(range(count))
         for block in blocks:
@@ -122,9 +123,9 @@ WRONG_ROWS = {
 }
 
 
-def with_rows(monkeypatch, steps_to_run_T):
-    """Loss and gradients with another choice of rows, and the restatement, which runs every row at every step."""
-    monkeypatch.setattr(rows, "steps_to_run_T", steps_to_run_T)
+def with_rows(monkeypatch, name, wrapped):
+    """Loss and gradients with a part of the plan changed, and the restatement, which runs every row at every step."""
+    monkeypatch.setattr(rows, name, wrapped)
     drafter, documents = make_drafter(), make_documents([TWO_SPANS, LONG])
     head_VD = head_of(drafter)
     return ours(drafter, documents, head_VD, S), theirs(drafter, documents, head_VD, S)
@@ -143,13 +144,19 @@ def test_the_case_tells_the_choices_of_rows_apart(monkeypatch):
 @pytest.mark.parametrize("choice", RIGHT_ROWS.values(), ids=RIGHT_ROWS.keys())
 def test_rows_that_train_at_a_step_or_later_are_enough(monkeypatch, choice):
     """More rows change nothing: what is left out is read by nobody."""
-    compare(*with_rows(monkeypatch, choice))
+    compare(*with_rows(monkeypatch, "steps_to_run_T", choice))
 
 
 @pytest.mark.parametrize("choice", WRONG_ROWS.values(), ids=WRONG_ROWS.keys())
 def test_leaving_out_a_needed_row_shows(monkeypatch, choice):
     """Negative control: a trainer that chose the supervised rows was wrong, and its own check shared the mistake."""
-    found, expected = with_rows(monkeypatch, choice)
+    real = rows.plan_pack
+
+    def with_few_rows(*, trains_TS, **others):
+        runs_TS = torch.arange(S) < choice(trains_TS)[:, None]
+        return real(trains_TS=trains_TS & runs_TS, **others)
+
+    found, expected = with_rows(monkeypatch, "plan_pack", with_few_rows)
     with pytest.raises(AssertionError):
         compare(found, expected)
 
@@ -289,7 +296,8 @@ def test_loss_and_gradient_are_float32_when_products_are_bfloat16(chosen):
     step = torch.randint(-1, 2, teacher_RE.shape, generator=generator) * 2.0**-8
     nudged = (teacher_RE * (1 + step)).bfloat16().float().requires_grad_()
     with matmul_dtype("bfloat16"):
-        total, report = loss.head_loss([nudged], W, pack, W, [1.0], measure=True, objective=chosen)
+        scales = [1 / len(pack.rows_R)]
+        total, report = loss.head_loss([nudged], Weight(W), pack, W, scales, measure=True, objective=chosen)
         total.backward()
     exact = nudged.detach().double().requires_grad_()
     pairs = zip(teacher_RE.double() @ W.double().T, exact @ W.double().T, strict=True)
