@@ -195,7 +195,7 @@ def _chunk_gradients(
     found = [(values.losses[k][a:b], values.hits[k][a:b]) for k, (a, b) in enumerate(chunk.pairs)] if values else None
     product_dtype = reduced_dtype() or dtype
     grad_XW = workspace.take("gradient", filled_X, W, head_WE, product_dtype) if product_dtype != wide else logits_XW
-    gradient_of_logits(settings.objective, teacher_CW[:C], logits_XW, parts, found, grad_XW)
+    gradient_of_logits(teacher_CW[:C], logits_XW, parts, found, grad_XW, settings.objective)
     grad_XW[X:] = 0
     grad_XE = (grad_XW @ head_WE.to(product_dtype)).to(hidden[0].dtype)
     scale_X1 = hidden[0].new_zeros(filled_X, 1)
@@ -222,29 +222,30 @@ class Part:
 
 
 def gradient_of_logits(
-    objective: Objective,
     teacher_CW: torch.Tensor,
     logits_XW: torch.Tensor,
     parts: Sequence[Part],
     found: Sequence[tuple[torch.Tensor, torch.Tensor]] | None,
     grad_XW: torch.Tensor,
+    objective: Objective = KL,
 ) -> None:
     """Gradient of every pair's loss by the draft's logits, before its weight.
 
     Args:
-        objective: What a pair's loss is; KL has a kernel of its own on a GPU.
         teacher_CW: Logits of the target over the draft vocab; destroyed.
         logits_XW: Logits of the draft; destroyed.
         parts: Which pair belongs to which teacher.
         found: Per step, where value and hit of its pairs go.
         grad_XW: Result; may be ``logits_XW`` itself. Rows of no pair are left as finite numbers.
+        objective: What a pair's loss is. All but ``lk`` are a KL, for which there is a kernel on a GPU.
     """
-    if logits_XW.is_cuda and objective == KL:
+    objective.restrict_(teacher_CW)
+    if logits_XW.is_cuda and objective.kind != "lk":
         from eyas.drafter.kernels.divergence import divergence
 
         divergence(teacher_CW, logits_XW, parts, found, grad_XW)
         return
-    p_CW = objective.teacher_(teacher_CW)
+    p_CW = torch.softmax(teacher_CW, -1, out=teacher_CW)
     if found is not None:
         _measure(objective, p_CW, logits_XW, parts, found)
     torch.softmax(logits_XW, -1, out=logits_XW)

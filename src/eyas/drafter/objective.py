@@ -40,18 +40,23 @@ class Objective:
     def __post_init__(self) -> None:
         assert self.kind in KINDS, self.kind
 
-    def teacher_(self, logits_CW: torch.Tensor) -> torch.Tensor:
-        """Turn the target's logits into its distribution p, in place."""
+    def restrict_(self, logits_CW: torch.Tensor) -> torch.Tensor:
+        """Leave of the target's logits those whose softmax is p, in place; the others become -inf."""
         if self.kind == "ce":
             choice_C1 = logits_CW.argmax(-1, keepdim=True)
-            return logits_CW.zero_().scatter_(-1, choice_C1, 1.0)
+            return logits_CW.fill_(-torch.inf).scatter_(-1, choice_C1, 0.0)
         if 0 < self.top_k < logits_CW.shape[-1]:
             smallest_C1 = logits_CW.topk(self.top_k, -1).values[:, -1:]
             logits_CW.masked_fill_(logits_CW < smallest_C1, -torch.inf)
-        return torch.softmax(logits_CW, -1, out=logits_CW)
+        return logits_CW
 
     def gradient_(self, p_XW: torch.Tensor, q_XW: torch.Tensor) -> torch.Tensor:
-        """Turn the draft's distribution q into the gradient of each row's loss by the draft's logits, in place."""
+        """Turn the draft's distribution q into the gradient of each row's loss by the draft's logits, in place.
+
+        Args:
+            p_XW: Softmax of the target's logits after ``restrict_``.
+            q_XW: Softmax of the draft's.
+        """
         if self.kind != "lk":
             return q_XW.sub_(p_XW)
         weight_X1 = _kl_weight(_accepted(p_XW, q_XW))[:, None]
@@ -63,7 +68,7 @@ class Objective:
         """Loss [X] of every row.
 
         Args:
-            p_XW: From ``teacher_``.
+            p_XW: Softmax of the target's logits after ``restrict_``.
             entropy_X: Of each p, which many rows share.
             logits_XW: The draft's logits.
         """

@@ -112,7 +112,7 @@ def test_any_masks_equal_the_restatement_under_every_kind(masks, steps, chosen):
 
 def row(chosen, target, logits):
     """(loss, gradient of the logits) of one row, through the code under test."""
-    p_CW = chosen.teacher_(torch.tensor([target], dtype=torch.float64))
+    p_CW = chosen.restrict_(torch.tensor([target], dtype=torch.float64)).softmax(-1)
     logits_XW = torch.tensor([logits], dtype=torch.float64)
     loss = float(chosen.values(p_CW, objective.entropy(p_CW), logits_XW))
     return loss, chosen.gradient_(p_CW, logits_XW.softmax(-1))[0].tolist()
@@ -139,12 +139,14 @@ def test_the_first_of_equal_choices_and_every_equal_logit_count():
     """Ties: cross-entropy takes the first, top_k keeps all that equal the last one it keeps."""
     target, logits = [1.0, 3.0, 3.0, 2.0, 2.0], [0.0] * 5
     assert row(Objective("ce"), target, logits)[1] == pytest.approx([0.2, -0.8, 0.2, 0.2, 0.2])
-    p_CW = Objective(top_k=1).teacher_(torch.tensor([target]))
+    p_CW = Objective(top_k=1).restrict_(torch.tensor([target])).softmax(-1)
     assert p_CW[0].tolist() == [0, 0.5, 0.5, 0, 0]
-    p_CW = Objective(top_k=3).teacher_(torch.tensor([target]))
+    p_CW = Objective(top_k=3).restrict_(torch.tensor([target])).softmax(-1)
     assert [bool(p > 0) for p in p_CW[0]] == [False, True, True, True, True]
     assert float(p_CW.sum()) == pytest.approx(1)
-    assert torch.equal(Objective(top_k=5).teacher_(torch.tensor([target])), torch.tensor([target]).softmax(-1))
+    assert torch.equal(
+        Objective(top_k=5).restrict_(torch.tensor([target])).softmax(-1), torch.tensor([target]).softmax(-1)
+    )
 
 
 def test_cross_entropy_is_the_kl_of_the_largest_logit():
