@@ -68,8 +68,9 @@ class Pack:
     num_trained: tuple[int, ...]
     """Trained rows per step."""
     num_oov: int
-    """(row, step) pairs inside a span that do not train because the teacher's argmax is out of vocab, whether their
-    row is an anchor or not."""
+    """(row, step) pairs inside a span that do not train because the teacher's argmax is out of vocab."""
+    num_in_span: int
+    """All pairs inside a span. Both are facts of the documents: whether a row is an anchor does not matter."""
     multiple: int
     """Tokens and rows were filled up to a multiple of this."""
     num_positions: int
@@ -175,16 +176,18 @@ def steps_in_span_T(mask_T: torch.Tensor) -> torch.Tensor:
     return (run_T - 1).clamp_min(0)
 
 
-def _trains_TS(document: Document, ttt_steps: int, anchors: int) -> tuple[torch.Tensor, int]:
-    """Which rows train at which steps, and the pairs that do not because they are out of vocab."""
+def _trains_TS(document: Document, ttt_steps: int, anchors: int) -> tuple[torch.Tensor, int, int]:
+    """Which rows train at which steps; pairs out of vocab; all pairs inside a span."""
     inside_TS = torch.arange(ttt_steps) < steps_in_span_T(document.mask_T)[:, None]
     trains_TS = inside_TS
     if document.in_vocab_T is not None:
         T = inside_TS.shape[0]
         known_X = torch.cat([document.in_vocab_T.bool(), torch.zeros(ttt_steps, dtype=torch.bool)])
         trains_TS = inside_TS & known_X[torch.arange(T)[:, None] + torch.arange(ttt_steps) + 1]
-    num_oov = int(inside_TS.sum() - trains_TS.sum())
-    return anchored_TS(trains_TS, anchors, document.anchor_key) if anchors else trains_TS, num_oov
+    num_in_span, num_dense = int(inside_TS.sum()), int(trains_TS.sum())
+    if anchors:
+        trains_TS = anchored_TS(trains_TS, anchors, document.anchor_key)
+    return trains_TS, num_in_span - num_dense, num_in_span
 
 
 def steps_to_run_T(trains_TS: torch.Tensor) -> torch.Tensor:
@@ -223,8 +226,9 @@ def pack_documents(documents: Sequence[Document], ttt_steps: int, multiple: int 
         aux_TAD=[d.aux_TAD for d in documents],
         last_TD=[d.last_TD for d in documents],
         lengths=lengths,
-        trains_TS=torch.cat([trains for trains, _ in chosen]),
-        num_oov=sum(count for _, count in chosen),
+        trains_TS=torch.cat([trains for trains, _, _ in chosen]),
+        num_oov=sum(num_oov for _, num_oov, _ in chosen),
+        num_in_span=sum(num_in_span for _, _, num_in_span in chosen),
         multiple=multiple,
     )
 
@@ -237,6 +241,7 @@ def plan_pack(
     lengths: Sequence[int],
     trains_TS: torch.Tensor,
     num_oov: int = 0,
+    num_in_span: int = 0,
     multiple: int = 1,
 ) -> Pack:
     """A pack of documents whose trained (row, step) pairs are given; ``pack_documents`` decides them.
@@ -248,6 +253,7 @@ def plan_pack(
         lengths: Tokens of each document.
         trains_TS: Bool [T,S].
         num_oov: For the record.
+        num_in_span: Likewise.
         multiple: See ``pack_documents``.
     """
     T, S = trains_TS.shape
@@ -273,6 +279,7 @@ def plan_pack(
         num_rows=num_rows,
         num_trained=tuple(trains_TS.sum(0).tolist()),
         num_oov=num_oov,
+        num_in_span=num_in_span,
         multiple=multiple,
         num_positions=max([*lengths, num_padding]) + S,
         next_places_T=torch.arange(1, T + num_padding + 1).clamp_max(T + num_padding - 1),

@@ -154,6 +154,9 @@ def test_anchors_are_the_same_on_every_machine():
 def test_out_of_vocab_pairs_are_counted_of_all_rows():
     """A fact of the data, which anchors do not change."""
     drafter, documents = make_drafter(), make_documents(MASKS)
-    counts = {n: packed(drafter, documents, head_of(drafter), 3, anchors=n).num_oov for n in (0, 1, 4)}
-    assert counts[0] > 10
-    assert set(counts.values()) == {counts[0]}
+    packs = {n: packed(drafter, documents, head_of(drafter), 3, anchors=n) for n in (0, 1, 4)}
+    dense = packs[0]
+    assert dense.num_oov > 10
+    assert dense.num_in_span == dense.num_oov + sum(dense.num_trained)
+    assert {(pack.num_oov, pack.num_in_span) for pack in packs.values()} == {(dense.num_oov, dense.num_in_span)}
+    assert sum(packs[1].num_trained) < sum(packs[4].num_trained) < sum(dense.num_trained)

@@ -26,7 +26,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.drafter import objective
+from eyas.drafter.loss import ttt_loss
 from eyas.drafter.objective import Objective
+from eyas.drafter.weights import FlatWeights
 
 SMALL = [0, 1, 1, 1, 1, 0, 0, 1, 1]
 OPTIONS = {
@@ -180,3 +182,41 @@ def test_rows_outside_the_draft_vocab_are_counted_alike(chosen):
     inside = sum(reference.trains(d[1].tolist(), t, k) for d in documents for t in range(len(d[0])) for k in range(3))
     assert pack.num_oov > 3
     assert int(report.num_trained_S.sum()) + pack.num_oov == inside
+
+
+@options
+def test_flat_weights_collect_the_same_gradients(change, chosen):
+    """As training runs: every weight's gradient summed in one flat tensor, over two packs."""
+    shape = dataclasses.replace(SHAPE, **change)
+    plain, drafter = (make_drafter(shape, train_head=True) for _ in range(2))
+    documents, head_VD = make_documents([TWO_SPANS, ENDS_OPEN], num_aux=shape.num_aux), head_of(plain)
+    _, expected, whole = ours(plain, documents, head_VD, 3, objective=chosen)
+    flat = FlatWeights(drafter, torch.float64)
+    for document in documents:
+        pack = packed(drafter, [document], head_VD, 3)
+        counts = whole.num_trained
+        total, _ = ttt_loss(
+            drafter, pack, head_VD[TARGET_IDS_W], DECAY, weights=flat, num_trained_S=counts, objective=chosen
+        )
+        total.backward()
+    for name, grad in flat.grad_views.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.gpu
+@options
+def test_a_gpu_gives_the_same_losses_and_gradients(change, chosen):
+    """Case 65: kernels against the torch path in float64; the products round to tf32 at worst."""
+    shape = dataclasses.replace(SHAPE, head_dim=16, **change)
+    on_cpu, on_gpu = make_drafter(shape, train_head=True), make_drafter(shape, train_head=True).float()
+    documents, head_VD = make_documents([TWO_SPANS, ENDS_OPEN], num_aux=shape.num_aux), head_of(on_cpu)
+    expected_report, expected, pack = ours(on_cpu, documents, head_VD, 3, multiple=16, objective=chosen)
+    flat = FlatWeights(on_gpu, torch.float32, "cuda")
+    pack = pack.with_embedding(on_gpu.embed_tokens.weight).map(lambda t: t.float() if t.is_floating_point() else t)
+    teacher_WD = head_VD[TARGET_IDS_W].float().cuda()
+    total, report = ttt_loss(on_gpu, pack.to("cuda"), teacher_WD, DECAY, weights=flat, objective=chosen)
+    total.backward()
+    torch.testing.assert_close(report.losses_S.double().cpu(), expected_report.losses_S, rtol=5e-3, atol=1e-4)
+    for name, grad in flat.grad_views.items():
+        wrong = (grad.double().cpu() - expected[name]).norm() / expected[name].norm()
+        assert float(wrong) < 2e-2, name

@@ -239,6 +239,8 @@ def test_mask_of_two_dimensions_is_refused():
     ids, mask, aux, last = make_documents([[0, 1, 1]])[0]
     with pytest.raises(DataError, match=r"mask_T has shape \(3, 1\)"):
         pack_documents([Document(ids, mask[:, None], aux, last)], 1)
+    with pytest.raises(DataError, match=r"mask_T has shape \(2,\), expected 3 tokens"):
+        pack_documents([Document(ids, mask[:2], aux, last)], 1)
     with pytest.raises(DataError, match="expected one dimension"):
         steps_in_span_T(mask[None])
 
