@@ -85,3 +85,21 @@ def test_every_path_gives_the_same_values_and_gradients(monkeypatch, backend, bl
     tensors = make_tensors(pack)
     for found, expected in zip(ours(pack, *tensors), theirs(backend, pack, *tensors), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_plans_of_kernels_say_the_same_as_blocks(multiple):
+    """Kernels read intervals, torch reads blocks: both from one plan, which here is counted by hand."""
+    pack = make_pack(multiple)
+    T = len(pack.ids_T)
+    begins, ends = [len(TWO_SPANS + [0, 1] + LONG + ENDS_OPEN)] * T, [T] * T
+    for span in pack.documents:
+        for t in range(span.start, span.end):
+            begins[t], ends[t] = span.start, span.end
+    for k, plan in enumerate(pack.attention):
+        places = pack.rows_R[: pack.num_rows[k]].tolist()
+        assert plan.places_R.tolist() == sorted(places)
+        assert [places[row] for row in plan.order_R.tolist()] == sorted(places)
+        assert plan.begins_R.tolist() == [begins[t] for t in sorted(places)]
+        assert plan.ends_T.tolist() == ends
+        assert plan.rows_before_X.tolist() == [sum(place < t for place in places) for t in range(T + 1)]
