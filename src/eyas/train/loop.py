@@ -200,7 +200,7 @@ class Trainer:
         self._step += 1
         self._num_trained_rows += sum(pack.num_trained)
         if measured:
-            self._window.add(measured, pack.num_oov, pack.num_in_span)
+            self._window.add(measured, pack.num_oov)
         return measured
 
     def _measures(self, step: int) -> bool:

@@ -25,7 +25,7 @@ class Window:
         self._sums: dict[str, dict[str, float]] = {name: {} for name in SUMS}
         self._sums["pairs"] = {"oov": 0, "all": 0}
 
-    def add(self, measured: Measured, num_oov: int, num_in_span: int) -> None:
+    def add(self, measured: Measured, num_oov: int) -> None:
         """Count one measured step."""
         trained = measured.num_trained_S.tolist()
         values = (
@@ -39,7 +39,7 @@ class Window:
             for k, value in enumerate(per_step):
                 self._sums[name][str(k)] = self._sums[name].get(str(k), 0) + value
         self._sums["pairs"]["oov"] += num_oov
-        self._sums["pairs"]["all"] += num_in_span
+        self._sums["pairs"]["all"] += num_oov + sum(trained)
 
     def values(self) -> dict[str, float]:
         """Mean loss, accuracy and conditional acceptance per step; share of OOV pairs."""
