@@ -26,6 +26,7 @@ def require(ok: bool, key: str, value: object, expected: str) -> None:
 
 
 DEVICES = ("cpu", "cuda")
+LOSSES = ("kl", "ce", "lk")
 MAX_SEED = 2**63 - 1
 
 
@@ -260,6 +261,13 @@ class TrainConfig:
     the second, ttt_steps after the last. Empty unrolls all from the start."""
     step_decay: float = 0.8
     """Loss weight of step k is step_decay ** k."""
+    loss: str = "kl"
+    """``kl`` to the target's distribution over the draft vocab; ``ce``, cross-entropy to the target's choice; ``lk``,
+    KL while the draft is far off and the share that sampling rejects once it is near."""
+    top_k: int = 0
+    """Of the target's distribution ``kl`` and ``lk`` see the largest logits, this many; 0 shows all."""
+    anchors: int = 0
+    """Most rows of a sample that train, thrown anew in each epoch; 0 trains every row of an answer."""
     batch_tokens: int = 512
     """Tokens packed into one optimizer step; documents stay whole and never see each other."""
     lr: float = 1e-3
@@ -287,6 +295,12 @@ class TrainConfig:
             require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "1 or more")
         require(self.lr > 0, "train.lr", self.lr, "more than 0")
         require(0 < self.step_decay <= 1, "train.step_decay", self.step_decay, "more than 0, at most 1")
+        require(self.loss in LOSSES, "train.loss", self.loss, "kl, ce or lk")
+        for key in ("top_k", "anchors"):
+            require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), "0 or more")
+        require(
+            self.loss != "ce" or not self.top_k, "train.top_k", self.top_k, "0: loss ce sees the target's choice alone"
+        )
         shares = list(self.curriculum)
         rising = sorted(shares) == shares and all(0 < s < 1 for s in shares)
         require(rising, "train.curriculum", shares, "rising shares between 0 and 1")

@@ -17,6 +17,7 @@ from eyas.drafter.kernels.gate import gate_backward, gate_forward
 from eyas.drafter.kernels.norm import norm_again, norm_backward, norm_forward
 from eyas.drafter.kernels.rotary import rotate_backward, rotate_forward
 from eyas.drafter.loss import Part, gradient_of_logits
+from eyas.drafter.objective import Objective
 from eyas.drafter.pointwise import Rotation
 from eyas.drafter.rows import Document, pack_documents
 
@@ -103,10 +104,12 @@ def test_attention(heads, groups, width, step):
         close(one, two)
 
 
-def test_divergence():
+@pytest.mark.parametrize("chosen", [Objective(), Objective("ce"), Objective(top_k=3)], ids=str)
+def test_divergence(chosen):
     C, W = 5, 5000
     teacher, logits = numbers(C, W, scale=4.0), numbers(8, W, seed=1, scale=4.0)
     logits[0] = teacher[1]
+    chosen.restrict_(teacher)
     parts = [
         Part(0, torch.arange(3), torch.tensor([1, 2, 4]), slice(0, 3)),
         Part(1, torch.arange(0), torch.arange(0), slice(3, 3)),
