@@ -36,6 +36,7 @@ class DraftChain:
         self._sequence_B = torch.arange(batch_size, device=weight.device)
         self._hidden_BE = weight.new_zeros(batch_size, shape.hidden_size)
         self._qkv: Qkv | None = None
+        drafter.rope.reserve(max_length + chain_length)
         self._drafter, self._chain_length, self._max_length = drafter, chain_length, max_length
 
     @torch.no_grad()

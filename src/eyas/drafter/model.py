@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from eyas.contracts import DrafterShape
+from eyas.drafter.rope import Rope, rotate
 
 
 class Qkv(NamedTuple):
@@ -91,35 +92,6 @@ class MidLayer(nn.Module):
         self.self_attn = Attention(shape)
         self.post_attention_layernorm = RmsNorm(E, eps)
         self.mlp = Mlp(shape)
-
-
-class Rope:
-    """Rotary position table in the Llama convention (first half with second half).
-
-    Angles are taken in float64; the table grows to the longest document seen.
-    """
-
-    def __init__(self, shape: DrafterShape) -> None:
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
-        self._inverse_frequencies = shape.rope_theta**-exponents
-        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def __call__(self, positions_R: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines [R,1,K] of positions."""
-        needed = int(positions_R.max()) + 1 if len(positions_R) else 1
-        table = self._table
-        if table is None or len(table[0]) < needed or table[0].dtype != dtype or table[0].device != positions_R.device:
-            angles = torch.arange(1 << (needed - 1).bit_length()).double()[:, None] * self._inverse_frequencies
-            cos, sin = angles.cos(), angles.sin()
-            pair = torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
-            self._table = table = pair[0].to(positions_R.device, dtype), pair[1].to(positions_R.device, dtype)
-        return table[0][positions_R], table[1][positions_R]
-
-
-def rotate(x_RHK: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Turn queries or keys by the angles of their positions."""
-    cos_R1K, sin_R1K = rope
-    return x_RHK * cos_R1K + x_RHK.roll(x_RHK.shape[-1] // 2, -1) * sin_R1K
 
 
 class Drafter(nn.Module):
