@@ -33,6 +33,8 @@ class DrafterShape:
     """The normed output feeds the next step (EAGLE-3.1) instead of the raw one."""
     rope_scaling: RopeScaling | None = None
     """None is the plain type."""
+    norm_before_residual: bool = False
+    """The layer's residual is the normed hidden state, as some trainers have it; SGLang knows the raw one only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

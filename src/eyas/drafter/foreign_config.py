@@ -38,7 +38,6 @@ class ConfigFacts:
     layer_ids: tuple[int, ...] | None
     """None when the config names none: ``default_boundaries`` then holds."""
     default_shift: int = 0
-    norm_before_residual: bool = False
     embedding_trained: bool = False
     head_is_targets: bool = False
 
@@ -79,15 +78,17 @@ def _sglang(config: Mapping[str, Any]) -> ConfigFacts:
         num_aux=num_aux,
         draft_vocab_size=config["draft_vocab_size"],
         target_hidden_size=config.get("target_hidden_size"),
-        fc_norm=bool(config.get("fc_norm") or config.get("use_aux_norm")),
-        norm_output=bool(config.get("norm_output")),
+        switches={
+            "fc_norm": bool(config.get("fc_norm") or config.get("use_aux_norm")),
+            "norm_output": bool(config.get("norm_output")),
+            "norm_before_residual": bool(config.get("norm_before_residual")),
+        },
     )
     return ConfigFacts(
         form="sglang",
         shape=shape,
         spelling="sglang",
         layer_ids=tuple(ids) if ids else None,
-        norm_before_residual=bool(config.get("norm_before_residual")),
         head_is_targets=config["draft_vocab_size"] is None,
     )
 
@@ -107,8 +108,7 @@ def _speculators(config: Mapping[str, Any]) -> ConfigFacts:
         num_aux=len(ids) if ids else DEFAULT_NUM_AUX,
         draft_vocab_size=config.get("draft_vocab_size"),
         target_hidden_size=config.get("target_hidden_size"),
-        fc_norm=bool(config.get("fc_norm")),
-        norm_output=bool(config.get("norm_output")),
+        switches={key: bool(config.get(key)) for key in ("fc_norm", "norm_output", "norm_before_residual")},
     )
     converted = "Eagle3Speculator" in (config.get("architectures") or [])
     old = not converted and _version(config.get("speculators_version")) < BOUNDARIES_SINCE
@@ -118,7 +118,6 @@ def _speculators(config: Mapping[str, Any]) -> ConfigFacts:
         spelling="vllm",
         layer_ids=tuple(ids) if ids else None,
         default_shift=1 if old else 0,
-        norm_before_residual=bool(config.get("norm_before_residual")),
         embedding_trained=bool(config.get("embed_requires_grad")),
     )
 
@@ -138,8 +137,7 @@ def _shape(
     num_aux: int,
     draft_vocab_size: int | None,
     target_hidden_size: int | None,
-    fc_norm: bool,
-    norm_output: bool,
+    switches: Mapping[str, bool],
 ) -> DrafterShape:
     """The shape, or one error with every problem."""
     needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -169,9 +167,8 @@ def _shape(
         rms_norm_eps=float(layer.get("rms_norm_eps") or RMS_NORM_EPS),
         rope_theta=theta,
         max_position_embeddings=layer.get("max_position_embeddings") or MAX_POSITION_EMBEDDINGS,
-        fc_norm=fc_norm,
-        norm_output=norm_output,
         rope_scaling=scaling,
+        **switches,
     )
 
 

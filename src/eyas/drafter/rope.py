@@ -7,7 +7,7 @@ types are those whose angles depend on the position alone: linear, llama3, yarn.
 ``longrope`` are not: their angles follow the longest sequence so far, so keys that lie in a cache would
 belong to other angles than new queries. Angles are float64.
 
-Letters: R rows, P positions of a table, H heads, K head dim, F = K / 2 frequencies.
+Letters: P positions of a table, K head dim, F = K / 2 frequencies.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _scaling(kind: str, values: Mapping[str, Any]) -> RopeScaling:
 
 
 class Rope:
-    """Cosines and sines of positions.
+    """Cosines and signed sines by position; the table grows to the most positions asked for.
 
     Args:
         shape: Gives theta, scaling and head dim.
@@ -118,23 +118,17 @@ class Rope:
             shape.head_dim, shape.rope_theta, shape.rope_scaling
         )
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._num_reserved = 0
-
-    def reserve(self, num_positions: int) -> None:
-        """Say that no position of later calls lies at or beyond ``num_positions``."""
-        self._num_reserved = max(self._num_reserved, num_positions)
 
     def table(
         self, num_positions: int, device: torch.device | str, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines [P,K] of positions 0 to P - 1, P at least ``num_positions``; never waits.
+        """Cosines and signed sines [P,K] of positions 0 to P - 1, P at least ``num_positions``.
 
         Args:
             num_positions: Longest document plus the steps behind its end.
             device: Where the table is kept.
             dtype: float32 or float64.
         """
-        self.reserve(num_positions)
         key = torch.device(device), dtype
         table = self._tables.get(key)
         if table is None or len(table[0]) < num_positions:
@@ -144,24 +138,6 @@ class Rope:
             pair = torch.cat([cos_PF, cos_PF], -1), torch.cat([-sin_PF, sin_PF], -1)
             self._tables[key] = table = pair[0].to(key[0], dtype), pair[1].to(key[0], dtype)
         return table
-
-    def __call__(self, positions_R: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines [R,1,K] of positions.
-
-        On a device that computes behind the program's back the positions are looked at only while nothing
-        was reserved; the largest of them must lie below what ``reserve`` or ``table`` was told.
-        """
-        needed = self._num_reserved
-        if positions_R.device.type == "cpu" or not needed:
-            needed = int(positions_R.max()) + 1 if len(positions_R) else 1
-        cos_PK, sin_PK = self.table(needed, positions_R.device, dtype)
-        return cos_PK[positions_R][:, None], sin_PK[positions_R][:, None]
-
-
-def rotate(x_RHK: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Turn queries or keys by the angles of their positions."""
-    cos_R1K, sin_R1K = rope
-    return x_RHK * cos_R1K + x_RHK.roll(x_RHK.shape[-1] // 2, -1) * sin_R1K
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> tuple[torch.Tensor, float]:

@@ -22,7 +22,7 @@ from eyas.drafter.model import Drafter
 from eyas.errors import TrainError
 
 SETTABLE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-SWITCHES = ("fc_norm", "norm_output")
+SWITCHES = ("fc_norm", "norm_output", "norm_before_residual")
 FOREIGN_EMBEDDING = 0.5
 """Relative difference above which an embedding is another model's; one that was trained along moves by less."""
 
@@ -47,8 +47,6 @@ def adopt_shape(shape: DrafterShape, checkpoint: ForeignDrafter) -> DrafterShape
         problems.append(f"extract.boundaries: {shape.num_aux} of them, the checkpoint reads {theirs.num_aux}")
     if shape.vocab_size != theirs.vocab_size:
         problems.append(f"the target's vocab is {shape.vocab_size:,}, the checkpoint's {theirs.vocab_size:,}")
-    if checkpoint.facts.norm_before_residual:
-        problems.append("norm_before_residual: true in the checkpoint, expected false")
     if problems:
         ours, found = expected_shapes(shape), expected_shapes(theirs)
         problems += [

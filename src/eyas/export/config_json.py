@@ -81,7 +81,7 @@ def vllm_config(
         "fc_norm": shape.fc_norm,
         "model_type": "speculator_model",
         "norm_before_fc": False,
-        "norm_before_residual": False,
+        "norm_before_residual": shape.norm_before_residual,
         "norm_output": shape.norm_output,
         "speculators_config": {
             "algorithm": "eagle3",

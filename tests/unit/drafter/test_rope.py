@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from eyas import fs
 from eyas.contracts import DrafterShape
-from eyas.drafter.rope import Rope, RopeTypeError, inverse_frequencies, read_rope, read_theta, rope_parameters, rotate
+from eyas.drafter.rope import Rope, RopeTypeError, inverse_frequencies, read_rope, read_theta, rope_parameters
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -60,17 +60,18 @@ def test_tables_are_those_of_transformers(scaling, schema):
     new = {"rope_parameters": {"rope_theta": 5e5, **(scaling or {})}, "max_position_embeddings": 8192}
     rope = Rope(shape_of(old if schema == "old" else new))
     positions = torch.tensor([0, 1, 5, 100, 2047, 2048, 8000])
-    cos, signed_sin = rope(positions, torch.float64)
+    cos, signed_sin = (table[positions] for table in rope.table(8001, "cpu", torch.float64))
     embedding = peer(scaling)
     # the peer's frequencies are float32: its angles are taken in float64 from a float64 restatement of the same
     frequencies, factor = inverse_frequencies(64, 5e5, shape_of(old).rope_scaling)
     assert torch.allclose(frequencies, embedding.inv_freq.double(), rtol=2e-6, atol=0)
     assert factor == pytest.approx(embedding.attention_scaling, rel=1e-12)
     expected_cos, expected_sin = embedding(torch.zeros(1, dtype=torch.float64), positions[None])
-    assert torch.allclose(cos[:, 0], expected_cos[0].double(), atol=8000 * 2e-6)
+    assert torch.allclose(cos, expected_cos[0].double(), atol=8000 * 2e-6)
     x = torch.randn(len(positions), 3, 64, dtype=torch.float64)
     expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], expected_cos, expected_sin)
-    assert torch.allclose(rotate(x, (cos, signed_sin)), expected[0].transpose(0, 1), atol=8000 * 8e-6)
+    turned = x * cos[:, None] + x.roll(32, -1) * signed_sin[:, None]
+    assert torch.allclose(turned, expected[0].transpose(0, 1), atol=8000 * 8e-6)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS[1:])
@@ -194,17 +195,3 @@ def test_a_table_grows_and_keeps_its_rows():
     assert torch.equal(sin[: len(small_sin)], small_sin)
     assert rope.table(50, "cpu", torch.float64)[0] is cos
     assert rope.table(50, "cpu", torch.float32)[0].dtype == torch.float32
-
-
-def test_positions_on_a_device_are_not_looked_at():
-    """A look at a value would stop the program until the device is done; the meta device has no values at all."""
-    rope = Rope(SHAPE)
-    rope.reserve(64)
-    cos, sin = rope(torch.zeros(7, dtype=torch.int64, device="meta"), torch.float32)
-    assert cos.shape == sin.shape == (7, 1, SHAPE.head_dim)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        Rope(SHAPE)(torch.zeros(7, dtype=torch.int64, device="meta"), torch.float32)
-
-
-def test_no_positions_at_all():
-    assert Rope(SHAPE)(torch.zeros(0, dtype=torch.int64), torch.float32)[0].shape == (0, 1, SHAPE.head_dim)
