@@ -48,7 +48,7 @@ TARGETS = {
     "qwen2 yarn": ("Qwen2", {"tie_word_embeddings": False, "rope_scaling": YARN}),
     "qwen3": ("Qwen3", {"head_dim": 16, "rope_theta": 1e6}),
     "gemma2": ("Gemma2", {"head_dim": 16}),
-    "gemma3": ("Gemma3", {"head_dim": 16}),
+    "gemma3": ("Gemma3", {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}),
     "deepseek": ("DeepseekV3", {**MLA, **MOE, "num_key_value_heads": 4, "rope_scaling": YARN}),
 }
 EXPLICIT = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 24}
