@@ -278,7 +278,13 @@ class TrainConfig:
     """The cosine ends at this share of lr."""
     max_grad_norm: float = 0.5
     train_head: bool = False
-    """Train ``lm_head``; False keeps the target's rows, which is faster and as good."""
+    """Train ``lm_head``; False keeps the rows it starts with (the target's, or a warm start's), which is faster and
+    as good."""
+    warm_start: str = ""
+    """Folder of an EAGLE-3 checkpoint to start from, relative to the repository: SGLang's form, speculators', or an
+    earlier models/drafter. Empty starts from the target."""
+    warm_start_sha256: str = ""
+    """Its content hash, which training checks and prints: DVC sees a changed start by it."""
     dtype: str = "bfloat16"
     """Dtype of matrix products; weights, softmax and loss are float32."""
     device: str = "cpu"
@@ -319,6 +325,12 @@ class TrainConfig:
         require(0 <= self.min_lr_share <= 1, "train.min_lr_share", self.min_lr_share, "a share")
         require(self.dtype in ("bfloat16", "float32"), "train.dtype", self.dtype, "bfloat16 or float32")
         require(self.device in DEVICES, "train.device", self.device, "cpu or cuda")
+        inside = not self.warm_start.startswith(("/", "~")) and ".." not in self.warm_start.split("/")
+        require(inside, "train.warm_start", self.warm_start, "a folder of the repository, relative to it")
+        digits = "[0-9a-f]{64}" if self.warm_start else ""
+        named = not self.warm_start_sha256 or re.fullmatch(digits, self.warm_start_sha256) is not None
+        expected = "64 hex digits; empty without train.warm_start"
+        require(named, "train.warm_start_sha256", self.warm_start_sha256, expected)
         require_seed("train.seed", self.seed)
 
 

@@ -39,6 +39,7 @@ def main(argv: Sequence[str]) -> None:
             "num_epochs": round(outcome.num_epochs, 2),
             "resumed_at": outcome.resumed_at,
             "num_trained_rows": outcome.num_trained_rows,
+            "warm_start": params.train.warm_start,
             "cores": len(os.sched_getaffinity(0)),
             "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
         }
