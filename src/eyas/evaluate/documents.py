@@ -1,12 +1,7 @@
 """From drafts and target states of one document to its walk.
 
-What counts as the target's choice for a token:
-
-- On the target's own greedy text (variant ``greedy``) it is the token in the text: the target chose it
-  while decoding. Recomputed from the stored states the argmax differs at the few places where bf16 ties, so
-  comparing with that would miss drafts that a server accepts. ``coverage`` says how often the two agree.
-- On any other text it is the argmax of the stored last hidden state, and only where the text has the same
-  token: elsewhere no draft can be accepted, the text has left the target's path.
+What counts as the target's choice for a token: see ``drafter.judged``. ``coverage`` says how often the text has
+the argmax of the stored states.
 
 Marginal step accuracy and the share outside the draft vocab always go by the argmax over the full vocab. All
 three are of the tokens that a round can emit: every assistant token but the first of its span, which the
