@@ -31,10 +31,8 @@ class World:
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._control: dist.ProcessGroup | None = None
-        self._data: dist.ProcessGroup | None = None
-        if size > 1:
-            self._control, self._data = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+        self._control: Any = dist.new_group(backend="gloo") if size > 1 else None
+        self._data: Any = dist.new_group(backend="gloo") if size > 1 else None
 
     @property
     def is_first(self) -> bool:
@@ -75,7 +73,7 @@ class World:
         """What every rank says, in their order; for the thread that packs."""
         return self._gather(value, self._data)
 
-    def _gather(self, value: Value, group: dist.ProcessGroup | None) -> list[Value]:
+    def _gather(self, value: Value, group: Any) -> list[Value]:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size

@@ -70,7 +70,7 @@ class Muon:
             master_XY.add_(update_XY, alpha=-lr * RMS * max(master_XY.shape) ** 0.5)
 
     def _place(self, name: str) -> int:
-        return self._weights.views[name].storage_offset() - self._weights.master_P.storage_offset()
+        return int(self._weights.views[name].storage_offset())
 
 
 def _piece(segment: Segment, start: int, stop: int) -> list[Segment]:

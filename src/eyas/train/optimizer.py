@@ -79,13 +79,18 @@ def adamw_(
     """One AdamW update in place.
 
     Args:
-        master_X, grad_X, exp_avg_X, exp_avg_sq_X: Flat float32 tensors of one length; the gradient may be changed.
+        master_X: Flat float32 weights.
+        grad_X: Their gradient; may be changed.
+        exp_avg_X: First moments.
+        exp_avg_sq_X: Second moments.
         step: Number of this update from 1, on the device.
-        lr, betas, weight_decay: As AdamW's.
+        lr: As AdamW's.
+        betas: As AdamW's.
+        weight_decay: As AdamW's.
         grad_scale: The gradient is divided by it first; on the device.
         found_inf: 1 leaves everything as it is; on the device.
     """
-    torch._fused_adamw_(
+    torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
         [master_X], [grad_X], [exp_avg_X], [exp_avg_sq_X], [], [step], lr=lr, beta1=betas[0], beta2=betas[1],
         weight_decay=weight_decay, eps=EPS, amsgrad=False, maximize=False, grad_scale=grad_scale, found_inf=found_inf,
     )  # fmt: skip
@@ -238,10 +243,16 @@ class Optimizer:
             weights.master_P.copy_(trained_P)
             weights.refresh()
 
-    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor [P]) one after another, so that no two are gathered at a time."""
+    def state(self) -> dict[str, torch.Tensor]:
+        """Whole tensors [P] by name; every rank must ask at the same time, and the first has all of them after."""
+        if not self._sharded:
+            return dict(self._own)
+        whole = {}
         for name in self._own:
-            yield name, self._whole(name)
+            gathered_P = self._whole(name)
+            if self._world.is_first:
+                whole[name] = gathered_P.cpu()
+        return whole
 
     @torch.no_grad()
     def restore(self, name: str, whole_P: torch.Tensor) -> None:
