@@ -120,7 +120,7 @@ def calibration_slice(reader: Reader) -> torch.Tensor:
         num_rows += len(parts[-1])
         if num_rows >= CALIBRATION_TOKENS:
             break
-    if damage is not None and not parts:
+    if damage is not None and not num_rows:
         raise damage
     if not num_rows:
         raise TrainError(
