@@ -53,6 +53,15 @@ def test_many_processes_equal_one(tmp_path, alone, size, shard):
     assert_same_training(tmp_path, alone)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_packs_of_one_step_equal_one_large_pack(tmp_path, size):
+    """Case 71: documents of unequal lengths, each a pack; the mean is over all their rows and not over packs."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    world.run(whole, world.make_inputs(whole, batch_tokens=10_000, packs_per_step=1))
+    assert processes.finish(processes.start(parts, size, batch_tokens=1, packs_per_step=20)) == [0] * size
+    assert_same_training(parts, whole)
+
+
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 3)])
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path, alone, sizes):
     for size, limit in zip(sizes, (40, 60), strict=True):
