@@ -213,7 +213,8 @@ class Trainer:
             self._optimizer.settle()
         self._log.close()
         epochs = self._cursor.epoch + self._cursor.batch / packs_per_epoch
-        return Outcome(self._num_trained_rows, self._num_tokens, epochs, resumed_at, self._damaged, self._best)
+        damaged = dict(sorted(self._damaged.items()))
+        return Outcome(self._num_trained_rows, self._num_tokens, epochs, resumed_at, damaged, self._best)
 
     def _source(self, loader: BatchLoader) -> StepSource:
         config = self.config
