@@ -269,7 +269,11 @@ class TrainConfig:
     anchors: int = 0
     """Rows of each sample that train in an epoch, thrown anew each time; 0 trains every row of an answer."""
     batch_tokens: int = 512
-    """Tokens packed into one optimizer step; documents stay whole and never see each other."""
+    """Tokens of one pack; documents stay whole and never see each other."""
+    packs_per_step: int = 1
+    """Packs of one optimizer step, dealt to all ranks; the loss is the mean over the rows of all of them."""
+    optimizer: str = "adamw"
+    """``adamw``, or ``muon`` for the matrices and AdamW for the rest."""
     lr: float = 1e-3
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = 0.0
@@ -277,6 +281,8 @@ class TrainConfig:
     min_lr_share: float = 0.02
     """The cosine ends at this share of lr."""
     max_grad_norm: float = 0.5
+    ema_decay: float = 0.0
+    """Decay of an average of the weights, which is then what is validated and published; 0 has none."""
     train_head: bool = False
     """Train ``lm_head``; False keeps the target's rows, which is faster and as good."""
     dtype: str = "bfloat16"
@@ -285,13 +291,23 @@ class TrainConfig:
     checkpoint_every: int = 500
     """Steps between resumable checkpoints."""
     log_every: int = 50
+    validation_share: float = 0.0
+    """Share of the training conversations that validate and are not trained on; all samples of a conversation are
+    on one side. The held-out ones of the evaluation are never touched."""
+    validate_every: int = 500
+    """Steps between validations; the last step has one too."""
+    keep: str = "last"
+    """Which weights are published: those of the last step, or ``best``: of the validation with the highest tau."""
+    max_damaged_samples: int = 0
+    """Samples that may be left out because their states cannot be read; one more ends the run with an error."""
     seed: int = 0
     revision: int = 2
     """Raise it when the trained bytes change on purpose."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""
-        for key in ("num_steps", "ttt_steps", "batch_tokens", "checkpoint_every", "log_every"):
+        counts = ("num_steps", "ttt_steps", "batch_tokens", "packs_per_step", "checkpoint_every", "log_every")
+        for key in (*counts, "validate_every"):
             require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "1 or more")
         require(self.lr > 0, "train.lr", self.lr, "more than 0")
         require(0 < self.step_decay <= 1, "train.step_decay", self.step_decay, "more than 0, at most 1")
@@ -313,8 +329,15 @@ class TrainConfig:
             list(self.betas),
             "two shares below 1",
         )
-        for key in ("weight_decay", "warmup_steps"):
+        for key in ("weight_decay", "warmup_steps", "max_damaged_samples"):
             require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), "0 or more")
+        require(self.optimizer in ("adamw", "muon"), "train.optimizer", self.optimizer, "adamw or muon")
+        require(0 <= self.ema_decay < 1, "train.ema_decay", self.ema_decay, "a share below 1")
+        share = self.validation_share
+        require(0 <= share < 1, "train.validation_share", share, "a share below 1")
+        require(self.keep in ("last", "best"), "train.keep", self.keep, "last or best")
+        told = self.keep == "last" or share > 0
+        require(told, "train.keep", self.keep, "last, or train.validation_share above 0 to tell which is best")
         require(self.max_grad_norm > 0, "train.max_grad_norm", self.max_grad_norm, "more than 0")
         require(0 <= self.min_lr_share <= 1, "train.min_lr_share", self.min_lr_share, "a share")
         require(self.dtype in ("bfloat16", "float32"), "train.dtype", self.dtype, "bfloat16 or float32")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +14,15 @@ from eyas.drafter.init import init_drafter, resolve_shape
 from eyas.drafter.model import Drafter
 from eyas.errors import TrainError
 from eyas.fs import disk_errors, hash_file, volume_lock
-from eyas.target.load import TargetEnds, read_ends, require_device
+from eyas.target.load import TargetEnds, read_ends
 from eyas.tokens.draft_vocab import FILE_NAME, DraftVocab
 from eyas.train.checkpoint import RunFolder, publish_drafter
 from eyas.train.data import calibration_slice
+from eyas.train.distributed import World
 from eyas.train.loop import Outcome, Trainer
 
 LOCK_NAME = "train.lock"
-NOT_DECIDING = ("checkpoint_every",)
+NOT_DECIDING = ("checkpoint_every", "max_damaged_samples")
 """Keys of ``train`` that cannot change the result."""
 
 
@@ -64,23 +66,26 @@ def target_ends(inputs: Inputs) -> TargetEnds:
     return TargetEnds(embedding_VD=ends.embedding_VD, head_VD=ends.head_VD, final_norm_D=scale_D)
 
 
-def train(inputs: Inputs, runs_root: Path, output: Path, metrics_folder: Path) -> tuple[CheckpointMeta, Outcome]:
+def train(
+    inputs: Inputs, runs_root: Path, output: Path, metrics_folder: Path, world: World
+) -> tuple[CheckpointMeta, Outcome]:
     """Train, publish the drafter, forget the resumable state.
 
     Args:
-        inputs: Target, states and parameters.
+        inputs: Target, states and parameters; the same on every rank.
         runs_root: ``.eyas/train``: resumable states.
         output: ``models/drafter``.
         metrics_folder: ``reports/train``.
+        world: The processes of the run; the first of them writes.
 
     Raises:
         ConfigError: This machine has no such device.
         TrainError: Nothing to train on, a foreign or damaged checkpoint, a loss that is not finite; the states
             are of another target.
+        DiskError: There is no room for a checkpoint.
         EyasError: Another training holds the lock.
         KeyboardInterrupt: Stopped by a signal; the same call goes on from there.
     """
-    require_device("train.device", inputs.config.device)
     if inputs.manifest.capture.target != inputs.identity.digest:
         raise TrainError(
             f"the states are of target {inputs.manifest.capture.target[:16]}, expected {inputs.identity.digest[:16]}",
@@ -94,11 +99,14 @@ def train(inputs: Inputs, runs_root: Path, output: Path, metrics_folder: Path) -
         )
     drafter = new_drafter(inputs, ends, vocab)
     run = RunFolder(runs_root, inputs.run_key())
-    with disk_errors(runs_root), volume_lock(runs_root / LOCK_NAME, "train"):
-        trainer = Trainer(inputs.config, drafter, ends.head_VD, inputs.reader, run, metrics_folder)
+    with contextlib.ExitStack() as held:
+        held.enter_context(disk_errors(runs_root))
+        world.on_first(lambda: held.enter_context(volume_lock(runs_root / LOCK_NAME, "train")) and None)
+        trainer = Trainer(inputs.config, drafter, ends.head_VD, inputs.reader, run, metrics_folder, world)
         outcome = trainer.run()
-        meta = publish_drafter(output, drafter, _meta(inputs, drafter.shape, outcome))
-        run.remove()
+        trainer.settle_on_published()
+        meta = world.on_first(lambda: publish_drafter(output, drafter, _meta(inputs, drafter.shape, outcome)))
+        world.on_first(run.remove)
     return meta, outcome
 
 
