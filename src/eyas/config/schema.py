@@ -267,7 +267,7 @@ class TrainConfig:
     top_k: int = 0
     """Of the target's distribution ``kl`` and ``lk`` see the largest logits, this many; 0 shows all."""
     anchors: int = 0
-    """Rows of each sample that train in an epoch, thrown anew each time; 0 trains every row of an answer."""
+    """Most rows of a sample that train, thrown anew in each epoch; 0 trains every row of an answer."""
     batch_tokens: int = 512
     """Tokens of one pack; documents stay whole and never see each other."""
     packs_per_step: int = 1

@@ -1,7 +1,7 @@
 """Anchors: the unroll at a few rows of each sample instead of all that train.
 
 A sample of many trained rows costs ``train.anchors`` rows a step, one of few costs all of its own. Rows are
-thrown anew each epoch, from the key alone: neither the order of samples nor any library's generator matters.
+thrown anew each time it comes, from the key alone: neither its companions nor any library's generator matter.
 Every row still gives its step-0 keys and values, so an anchor computes what it computes in a dense run.
 
 Losses stay means over trained positions, so the weights of samples change: of samples with more trained rows
@@ -19,16 +19,16 @@ import numpy as np
 import torch
 
 
-def anchor_key(seed: int, epoch: int, sample_id: str) -> str:
-    """What decides a sample's anchors."""
-    return f"{seed}:{epoch}:{sample_id}"
+def anchor_key(seed: int, step: int, sample_id: str) -> str:
+    """What decides a sample's anchors at an optimizer step; a sample comes at another step in every epoch."""
+    return f"{seed}:{step}:{sample_id}"
 
 
 def anchored_TS(trains_TS: torch.Tensor, num_anchors: int, key: str) -> torch.Tensor:
     """Which rows train at which steps when only anchors do; unchanged when no more rows than that train.
 
-    Every row throws one die, whatever trains: fewer anchors are a subset of more, and a shorter unroll of the
-    same epoch keeps the anchors that still train.
+    Every row throws one die, whatever trains: fewer anchors are a subset of more, and what else trains does not
+    decide between two rows.
 
     Args:
         trains_TS: Bool, of a dense run.

@@ -107,7 +107,7 @@ def test_gradients_of_as_many_anchors_as_rows_equal_to_the_bit():
 
 
 def test_a_samples_anchors_follow_from_its_key_alone():
-    """Companions, their order, filling up and the number of steps do not matter; seed, epoch and sample do."""
+    """Companions, their order, filling up and the number of steps do not matter; seed, step and sample do."""
     drafter, documents = make_drafter(), make_documents([LONG] * 3)
     head_VD, keys = head_of(drafter), [anchor_key(7, 0, name) for name in "abc"]
 
@@ -134,12 +134,12 @@ def test_anchors_are_rows_that_train_and_more_of_them_hold_the_fewer(trains, num
 
 
 def test_every_row_is_an_anchor_equally_often():
-    """4,000 epochs, 3 of 12 rows: 1,000 each, give or take four standard deviations of 27."""
+    """4,000 steps, 3 of 12 rows: 1,000 each, give or take four standard deviations of 27."""
     trains_TS = torch.ones(20, 2, dtype=torch.bool)
     trains_TS[4:12] = False
     counts = Counter()
-    for epoch in range(4000):
-        counts.update(anchored_TS(trains_TS, 3, anchor_key(0, epoch, "sample")).any(1).nonzero()[:, 0].tolist())
+    for step in range(4000):
+        counts.update(anchored_TS(trains_TS, 3, anchor_key(0, step, "sample")).any(1).nonzero()[:, 0].tolist())
     assert len(counts) == 12
     assert all(abs(count - 1000) < 4 * 27.4 for count in counts.values())
 
