@@ -203,7 +203,7 @@ class Optimizer:
 
     def _cut(self, whole_P: torch.Tensor) -> torch.Tensor:
         """This rank's values of a whole tensor."""
-        return whole_P if len(self._parts) == 1 else torch.cat([whole_P[part] for part in self._parts])
+        return torch.cat([whole_P[part] for part in self._parts]) if self._sharded else whole_P
 
     def _join_(self, out_P: torch.Tensor, own_P: torch.Tensor) -> None:
         """Fill a tensor with what every rank has at its places of ``own_P``."""
