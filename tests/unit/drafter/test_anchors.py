@@ -133,6 +133,15 @@ def test_anchors_are_rows_that_train_and_more_of_them_hold_the_fewer(trains, num
     assert few <= more <= {t for t, train in enumerate(trains) if train}
 
 
+def test_what_else_trains_does_not_decide_between_two_rows():
+    """Rows that were not chosen may go: the same are chosen. So an unroll of more steps keeps them too."""
+    trains_TS = torch.rand(60, 3, generator=torch.Generator().manual_seed(0)) < 0.6
+    chosen = anchored_TS(trains_TS, 6, "key").any(1)
+    fewer_TS = trains_TS & (chosen | (torch.arange(60) % 2 == 0))[:, None]
+    assert int(fewer_TS.any(1).sum()) < int(trains_TS.any(1).sum())
+    assert torch.equal(anchored_TS(fewer_TS, 6, "key").any(1), chosen)
+
+
 def test_every_row_is_an_anchor_equally_often():
     """4,000 steps, 3 of 12 rows: 1,000 each, give or take four standard deviations of 27."""
     trains_TS = torch.ones(20, 2, dtype=torch.bool)

@@ -92,8 +92,8 @@ def test_gradients_are_slopes_of_our_loss(monkeypatch, change, chosen):
     monkeypatch.setattr(objective, "_kl_weight", lambda accepted: torch.full_like(accepted, 0.4))
     shape = dataclasses.replace(SHAPE, **change)
     drafter = make_drafter(shape, train_head=True)
-    documents, head_VD = make_documents([SMALL, ENDS_OPEN], num_aux=shape.num_aux), head_of(drafter)
-    _, grads, pack = ours(drafter, documents, head_VD, 3, objective=chosen)
+    documents, head_VD = make_documents([SMALL, SMALL], num_aux=shape.num_aux), head_of(drafter)
+    _, grads, pack = ours(drafter, documents, head_VD, 2, objective=chosen)
     weights = {name: p.data for name, p in drafter.named_parameters()}
     slopes = reference.numeric_gradients(lambda: value(drafter, pack, head_VD[TARGET_IDS_W], objective=chosen), weights)
     same_slopes(slopes, grads)
