@@ -1,12 +1,17 @@
 """Exact attention of TTT rows over packed documents, in memory linear in the tokens.
 
 At step k a row sees the step-0 keys of its own document up to itself, and its own keys of steps 1 … k.
-The softmax runs over both together. Nothing of size rows x tokens outlives one block: the forward pass
-keeps the log-sum-exp of each row, the backward pass computes the block's probabilities again. These
-products are small and of ever new sizes, so they stay float32 (``precision`` says what a new size costs).
+The softmax runs over both together.
 
-Letters: T tokens of the pack, R rows, H heads, G key-value heads, P = H / G heads per group, K head
-dim, X rows of one block, Y keys of one block.
+The work is cut into tiles of a fixed size, whatever the documents: ``TILE_ROWS`` rows by rising place
+against up to ``TILE_KEYS`` keys of the pack. Tiles that no row of theirs may look into are left out, tiles
+that all may look into need no mask, so the causal half is not computed. A tile's scores stay in the
+processor's cache, which is worth more than any product saved, and a library that prepares its products per
+size meets the same few sizes again and again. The forward pass keeps a running maximum and sum per row and
+then the log-sum-exp; the backward pass computes a tile's probabilities again from it.
+
+Letters: T tokens of the pack, R rows, H heads, G key-value heads, P = H / G heads per group, K head dim,
+N tiles of rows, X = TILE_ROWS, Z = X P queries of a group in a tile, Y keys of one tile.
 """
 
 from __future__ import annotations
@@ -15,43 +20,71 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from eyas.drafter.model import Qkv
-from eyas.drafter.precision import full_precision
 from eyas.drafter.rows import Pack
 
-BLOCK_SCORES = 1 << 23
-"""Scores per block (32 MiB in float32); long documents are cut into more blocks."""
+TILE_ROWS, TILE_KEYS = 64, 256
+KEY_MULTIPLE = 64
+"""Keys of a tile are a multiple of this; keys that fill up are hidden from every row."""
+LOWEST = -1e20
+"""Stands for the maximum of nothing: any score of -inf less this is -inf again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Rows of one document and the keys they may see."""
+class KeyTile:
+    """Keys that a tile of rows looks at."""
 
-    rows_X: torch.Tensor
-    """Indices of the rows among those that run at this step, by rising place."""
-    start: int
-    end: int
-    """Keys ``start … end - 1`` of the pack."""
-    hidden_XY: torch.Tensor
-    """Bool: the key lies after the row."""
+    keys: slice
+    hidden_XY: torch.Tensor | None
+    """Bool: this row may not see this key; None when all see all."""
 
 
-def plan_blocks(pack: Pack, count: int, num_heads: int) -> list[Block]:
-    """Cut the first ``count`` rows into blocks, document by document."""
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How the rows of one step are attended to."""
+
+    order_R: torch.Tensor
+    """Rows by rising place."""
+    num_tiles: int
+    keys: tuple[tuple[KeyTile, ...], ...]
+    """Of each tile of rows."""
+
+
+def plan_tiles(pack: Pack, count: int) -> Tiles:
+    """Cut the first ``count`` rows and the keys they may see into tiles."""
     places_R, order_R = torch.sort(pack.rows_R[:count])
-    edges = torch.searchsorted(places_R, places_R.new_tensor([span.end for span in pack.documents])).tolist()
-    blocks, first = [], 0
-    for span, last in zip(pack.documents, edges, strict=True):
-        size = max(1, BLOCK_SCORES // (num_heads * (span.end - span.start)))
-        for a in range(first, last, size):
-            places_X = places_R[a : min(a + size, last)]
-            end = int(places_X[-1]) + 1
-            hidden_XY = torch.arange(span.start, end, device=places_X.device) > places_X[:, None]
-            blocks.append(Block(order_R[a : min(a + size, last)], span.start, end, hidden_XY))
-        first = last
-    return blocks
+    starts = places_R.new_tensor([span.start for span in pack.documents])
+    ends = places_R.new_tensor([span.end for span in pack.documents])
+    num_tiles = -(-count // TILE_ROWS)
+    document_R = torch.searchsorted(starts, places_R, right=True) - 1
+    inside_R = places_R < ends[document_R]
+    # rows of no document (padding) see nothing, like those that fill the last tile up
+    fill = num_tiles * TILE_ROWS - count
+    first_NX = F.pad(starts[document_R].where(inside_R, len(pack.ids_T)), (0, fill), value=len(pack.ids_T))
+    last_NX = F.pad(places_R.where(inside_R, -1), (0, fill), value=-1)
+    first_NX, last_NX = first_NX.view(-1, TILE_ROWS), last_NX.view(-1, TILE_ROWS)
+    keys_T = torch.arange(_filled(len(pack.ids_T)), device=places_R.device)
+    begins, stops = first_NX.amin(1).tolist(), (last_NX.amax(1) + 1).tolist()
+    keys = []
+    for tile, (begin, stop) in enumerate(zip(begins, stops, strict=True)):
+        begin = begin // KEY_MULTIPLE * KEY_MULTIPLE
+        edges = [*range(begin, stop, TILE_KEYS), _filled(stop)]
+        seen = []
+        for a, b in zip(edges, edges[1:], strict=False):
+            keys_Y = keys_T[a:b]
+            hidden_XY = (keys_Y < first_NX[tile, :, None]) | (keys_Y > last_NX[tile, :, None])
+            num_hidden = int(hidden_XY.sum())
+            if num_hidden < hidden_XY.numel():
+                seen.append(KeyTile(slice(a, b), hidden_XY if num_hidden else None))
+        keys.append(tuple(seen))
+    return Tiles(order_R, num_tiles, tuple(keys))
+
+
+def _filled(count: int) -> int:
+    return -(-count // KEY_MULTIPLE) * KEY_MULTIPLE
 
 
 class RowAttention:
@@ -64,107 +97,127 @@ class RowAttention:
 
     def __init__(self, pack: Pack, qkv_T: Qkv) -> None:
         self._pack = pack
-        self._keys_GTK = qkv_T.k_RGK.transpose(0, 1).contiguous()
-        self._values_GTK = qkv_T.v_RGK.transpose(0, 1).contiguous()
+        fill = _filled(len(pack.ids_T)) - len(pack.ids_T)
+        self._keys_GTK = F.pad(qkv_T.k_RGK.transpose(0, 1), (0, 0, 0, fill)).contiguous()
+        self._values_GTK = F.pad(qkv_T.v_RGK.transpose(0, 1), (0, 0, 0, fill)).contiguous()
         self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._blocks: dict[int, list[Block]] = {}
+        self._tiles: dict[int, Tiles] = {}
 
     def __call__(self, qkv: Qkv, step: int) -> torch.Tensor:
         """Mixed values [R,H,K] of the rows that run at ``step``; call once a step, in order."""
-        count, num_heads = qkv.q_RHK.shape[0], qkv.q_RHK.shape[1]
+        count = qkv.q_RHK.shape[0]
         if step:
             self._own.append((qkv.k_RGK, qkv.v_RGK))
-        if count not in self._blocks:
-            self._blocks[count] = plan_blocks(self._pack, count, num_heads)
+        if count not in self._tiles:
+            self._tiles[count] = plan_tiles(self._pack, count)
         own = [tensor[:count] for pair in self._own for tensor in pair]
-        return _Attend.apply(self._blocks[count], qkv.q_RHK, self._keys_GTK, self._values_GTK, *own)  # type: ignore[no-any-return]
+        return _Attend.apply(self._tiles[count], qkv.q_RHK, self._keys_GTK, self._values_GTK, *own)  # type: ignore[no-any-return]
 
 
-def _grouped(x_XHK: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """[X,H,K] as [G, X*P, K], so that one product serves all heads of a group."""
-    X, H, K = x_XHK.shape
-    return x_XHK.view(X, num_groups, H // num_groups, K).transpose(0, 1).reshape(num_groups, -1, K)
+def _tiled(x_RHK: torch.Tensor, tiles: Tiles, num_groups: int) -> torch.Tensor:
+    """[R,H,K] as [N,G,Z,K], so that one product serves all heads of a group; what fills up is 0."""
+    R, H, K = x_RHK.shape
+    sorted_RHK = F.pad(x_RHK[tiles.order_R], (0, 0, 0, 0, 0, tiles.num_tiles * TILE_ROWS - R))
+    x_NXGPK = sorted_RHK.view(tiles.num_tiles, TILE_ROWS, num_groups, H // num_groups, K)
+    return x_NXGPK.transpose(1, 2).reshape(tiles.num_tiles, num_groups, -1, K)
 
 
-def _ungrouped(x_GZK: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[G, X*P, K] back to [X,H,K]."""
-    G, _, K = x_GZK.shape
-    return x_GZK.view(G, num_rows, -1, K).transpose(0, 1).reshape(num_rows, -1, K)
+def _untiled(x_NGZK: torch.Tensor, tiles: Tiles, num_heads: int) -> torch.Tensor:
+    """[N,G,Z,K] back to [R,H,K]."""
+    N, G, _, K = x_NGZK.shape
+    sorted_RHK = x_NGZK.view(N, G, TILE_ROWS, -1, K).transpose(1, 2).reshape(N * TILE_ROWS, num_heads, K)
+    x_RHK = sorted_RHK.new_empty(len(tiles.order_R), num_heads, K)
+    x_RHK[tiles.order_R] = sorted_RHK[: len(x_RHK)]
+    return x_RHK
 
 
-def _scores(block: Block, q_GZK: torch.Tensor, keys_GYK: torch.Tensor, scale: float) -> torch.Tensor:
-    """Masked scores [G, X*P, Y] of one block."""
-    scores_GZY = torch.bmm(q_GZK, keys_GYK.transpose(1, 2)).mul_(scale)
-    G, Z, Y = scores_GZY.shape
-    X = block.hidden_XY.shape[0]
-    scores_GZY.view(G, X, Z // X, Y).masked_fill_(block.hidden_XY[:, None], -torch.inf)
+def _scores(q_GZK: torch.Tensor, keys_GTK: torch.Tensor, tile: KeyTile) -> torch.Tensor:
+    """Masked scores [G,Z,Y] of one tile."""
+    scores_GZY = torch.bmm(q_GZK, keys_GTK[:, tile.keys].transpose(1, 2))
+    if tile.hidden_XY is not None:
+        G, _, Y = scores_GZY.shape
+        scores_GZY.view(G, TILE_ROWS, -1, Y).masked_fill_(tile.hidden_XY[:, None], -torch.inf)
     return scores_GZY
 
 
+def _mix(
+    tiles: Tiles, q_NGZK: torch.Tensor, keys_GTK: torch.Tensor, values_GTK: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Per query: sum of exp(score - maximum) times value [N,G,Z,K], that maximum and the sum of shares [N,G,Z,1]."""
+    mixed_NGZK = torch.zeros_like(q_NGZK)
+    peak_NGZ1 = q_NGZK.new_full((*q_NGZK.shape[:3], 1), LOWEST)
+    sum_NGZ1 = torch.zeros_like(peak_NGZ1)
+    for n, seen in enumerate(tiles.keys):
+        mixed_GZK, peak_GZ1, sum_GZ1 = mixed_NGZK[n], peak_NGZ1[n], sum_NGZ1[n]
+        for tile in seen:
+            scores_GZY = _scores(q_NGZK[n], keys_GTK, tile)
+            higher_GZ1 = torch.maximum(peak_GZ1, scores_GZY.amax(-1, keepdim=True))
+            shares_GZY = scores_GZY.sub_(higher_GZ1).exp_()
+            shrink_GZ1 = peak_GZ1.sub_(higher_GZ1).exp_()
+            sum_GZ1.mul_(shrink_GZ1).add_(shares_GZY.sum(-1, keepdim=True))
+            mixed_GZK.mul_(shrink_GZ1).add_(torch.bmm(shares_GZY, values_GTK[:, tile.keys]))
+            peak_GZ1.copy_(higher_GZ1)
+    return mixed_NGZK, peak_NGZ1, sum_NGZ1
+
+
 class _Attend(torch.autograd.Function):
-    """(blocks, q_RHK, step-0 keys and values [G,T,K], own k and v [R,G,K] of each later step) → [R,H,K]."""
+    """(tiles, q_RHK, step-0 keys and values [G,T,K], own k and v [R,G,K] of each later step) → [R,H,K]."""
 
     @staticmethod
-    @full_precision
-    def forward(ctx: Any, blocks: list[Block], q_RHK: torch.Tensor, keys_GTK: torch.Tensor, *rest: torch.Tensor) -> Any:
+    def forward(ctx: Any, tiles: Tiles, q_RHK: torch.Tensor, keys_GTK: torch.Tensor, *rest: torch.Tensor) -> Any:
         values_GTK, own = rest[0], rest[1:]
         R, H, K = q_RHK.shape
-        G, scale = keys_GTK.shape[0], K**-0.5
-        q_RGPK = q_RHK.reshape(R, G, H // G, K)
-        own_scores = [(q_RGPK * key_RGK[:, :, None]).sum(-1).mul_(scale) for key_RGK in own[::2]]
-        # rows of no document (padding) mix nothing: their shares are exp(score - inf) = 0
-        mixed_RHK, lse_RH = torch.zeros_like(q_RHK), q_RHK.new_full((R, H), torch.inf)
-        for block in blocks:
-            rows_X, X = block.rows_X, len(block.rows_X)
-            q_GZK = _grouped(q_RHK[rows_X], G)
-            scores_GZY = _scores(block, q_GZK, keys_GTK[:, block.start : block.end], scale)
-            lse_GZ = scores_GZY.logsumexp(-1)
-            if own_scores:
-                own_GZS = torch.stack([_grouped(s[rows_X].view(X, H, 1), G)[..., 0] for s in own_scores], -1)
-                lse_GZ = torch.logaddexp(lse_GZ, own_GZS.logsumexp(-1))
-            shares_GZY = scores_GZY.sub_(lse_GZ[..., None]).exp_()
-            mixed_GZK = torch.bmm(shares_GZY, values_GTK[:, block.start : block.end])
-            mixed_RHK[rows_X] = _ungrouped(mixed_GZK, X)
-            lse_RH[rows_X] = _ungrouped(lse_GZ[..., None], X)[..., 0]
-        mixed_RGPK = mixed_RHK.view(R, G, H // G, K)
+        G = keys_GTK.shape[0]
+        q_RHK = q_RHK * K**-0.5
+        q_RGPK = q_RHK.view(R, G, H // G, K)
+        mixed_NGZK, peak_NGZ1, sum_NGZ1 = _mix(tiles, _tiled(q_RHK, tiles, G), keys_GTK, values_GTK)
+        # rows that see nothing (padding) mix nothing: their shares are exp(score - inf) = 0
+        lse_NGZ1 = (peak_NGZ1 + sum_NGZ1.log()).masked_fill_(sum_NGZ1 == 0, torch.inf)
+        mixed_RHK = _untiled(mixed_NGZK, tiles, H)
+        peak_RH1, lse_RH1 = (_untiled(x_NGZ1, tiles, H) for x_NGZ1 in (peak_NGZ1, lse_NGZ1))
+        own_scores = [torch.einsum("rgpk,rgk->rgp", q_RGPK, key_RGK) for key_RGK in own[::2]]
+        for score_RGP in own_scores:
+            lse_RH1 = torch.logaddexp(lse_RH1, score_RGP.reshape(R, H, 1))
+        mixed_RHK *= (peak_RH1 - lse_RH1).exp_()
+        mixed_RGPK, lse_RGP = mixed_RHK.view(R, G, H // G, K), lse_RH1.view(R, G, H // G)
         for score_RGP, value_RGK in zip(own_scores, own[1::2], strict=True):
-            share_RGP = (score_RGP - lse_RH.view_as(score_RGP)).exp_()
-            mixed_RGPK.addcmul_(share_RGP[..., None], value_RGK[:, :, None])
-        ctx.blocks, ctx.scale = blocks, scale
-        ctx.save_for_backward(q_RHK, keys_GTK, values_GTK, mixed_RHK, lse_RH, *own)
+            mixed_RGPK.addcmul_((score_RGP - lse_RGP).exp_()[..., None], value_RGK[:, :, None])
+        ctx.tiles = tiles
+        ctx.save_for_backward(q_RHK, keys_GTK, values_GTK, mixed_RHK, lse_RH1, *own)
         return mixed_RHK
 
     @staticmethod
     @once_differentiable
-    @full_precision
     def backward(ctx: Any, grad_RHK: torch.Tensor) -> Any:  # type: ignore[override]
-        q_RHK, keys_GTK, values_GTK, mixed_RHK, lse_RH, *own = ctx.saved_tensors
+        q_RHK, keys_GTK, values_GTK, mixed_RHK, lse_RH1, *own = ctx.saved_tensors
         R, H, K = q_RHK.shape
-        G, scale = keys_GTK.shape[0], ctx.scale
-        delta_RH = (grad_RHK * mixed_RHK).sum(-1)
-        grad_q_RHK = torch.zeros_like(q_RHK)
+        G, tiles = keys_GTK.shape[0], ctx.tiles
+        delta_RH1 = torch.linalg.vecdot(grad_RHK, mixed_RHK)[..., None]
+        q_NGZK, grad_NGZK, lse_NGZ1, delta_NGZ1 = (
+            _tiled(x_RHK, tiles, G) for x_RHK in (q_RHK, grad_RHK, lse_RH1, delta_RH1)
+        )
+        grad_q_NGZK = torch.zeros_like(q_NGZK)
         grad_keys_GTK, grad_values_GTK = torch.zeros_like(keys_GTK), torch.zeros_like(values_GTK)
-        for block in ctx.blocks:
-            rows_X, X, keys = block.rows_X, len(block.rows_X), slice(block.start, block.end)
-            q_GZK, grad_GZK = _grouped(q_RHK[rows_X], G), _grouped(grad_RHK[rows_X], G)
-            lse_GZ1, delta_GZ1 = (_grouped(x_RH[rows_X].view(X, H, 1), G) for x_RH in (lse_RH, delta_RH))
-            shares_GZY = _scores(block, q_GZK, keys_GTK[:, keys], scale).sub_(lse_GZ1).exp_()
-            grad_values_GTK[:, keys] += torch.bmm(shares_GZY.transpose(1, 2), grad_GZK)
-            grad_scores_GZY = torch.bmm(grad_GZK, values_GTK[:, keys].transpose(1, 2)).sub_(delta_GZ1)
-            grad_scores_GZY.mul_(shares_GZY).mul_(scale)
-            grad_q_RHK[rows_X] = _ungrouped(torch.bmm(grad_scores_GZY, keys_GTK[:, keys]), X)
-            grad_keys_GTK[:, keys] += torch.bmm(grad_scores_GZY.transpose(1, 2), q_GZK)
+        for n, seen in enumerate(tiles.keys):
+            q_GZK, grad_GZK = q_NGZK[n], grad_NGZK[n]
+            for tile in seen:
+                shares_GZY = _scores(q_GZK, keys_GTK, tile).sub_(lse_NGZ1[n]).exp_()
+                grad_values_GTK[:, tile.keys] += torch.bmm(shares_GZY.transpose(1, 2), grad_GZK)
+                through_GZY = torch.bmm(grad_GZK, values_GTK[:, tile.keys].transpose(1, 2))
+                grad_scores_GZY = through_GZY.sub_(delta_NGZ1[n]).mul_(shares_GZY)
+                grad_q_NGZK[n] += torch.bmm(grad_scores_GZY, keys_GTK[:, tile.keys])
+                grad_keys_GTK[:, tile.keys] += torch.bmm(grad_scores_GZY.transpose(1, 2), q_GZK)
+        grad_q_RGPK = _untiled(grad_q_NGZK, tiles, H).view(R, G, H // G, K)
+        q_RGPK, grad_RGPK = q_RHK.view(R, G, H // G, K), grad_RHK.reshape(R, G, H // G, K)
+        lse_RGP, delta_RGP = lse_RH1.view(R, G, H // G), delta_RH1.view(R, G, H // G)
         grad_own = []
-        q_RGPK, grad_RGPK = q_RHK.reshape(R, G, H // G, K), grad_RHK.reshape(R, G, H // G, K)
-        lse_RGP, delta_RGP = lse_RH.view(R, G, H // G), delta_RH.view(R, G, H // G)
-        grad_q_RGPK = grad_q_RHK.view(R, G, H // G, K)
         for key_RGK, value_RGK in zip(own[::2], own[1::2], strict=True):
-            share_RGP = ((q_RGPK * key_RGK[:, :, None]).sum(-1) * scale - lse_RGP).exp_()
-            through_RGP = (grad_RGPK * value_RGK[:, :, None]).sum(-1)
-            grad_score_RGP = share_RGP * (through_RGP - delta_RGP) * scale
+            share_RGP = (torch.einsum("rgpk,rgk->rgp", q_RGPK, key_RGK) - lse_RGP).exp_()
+            through_RGP = torch.einsum("rgpk,rgk->rgp", grad_RGPK, value_RGK)
+            grad_score_RGP = share_RGP * (through_RGP - delta_RGP)
             grad_q_RGPK.addcmul_(grad_score_RGP[..., None], key_RGK[:, :, None])
             grad_own += [
-                (grad_score_RGP[..., None] * q_RGPK).sum(2),
-                (share_RGP[..., None] * grad_RGPK).sum(2),
+                torch.einsum("rgp,rgpk->rgk", grad_score_RGP, q_RGPK),
+                torch.einsum("rgp,rgpk->rgk", share_RGP, grad_RGPK),
             ]
-        return None, grad_q_RHK, grad_keys_GTK, grad_values_GTK, *grad_own
+        return None, grad_q_RGPK.view(R, H, K) * K**-0.5, grad_keys_GTK, grad_values_GTK, *grad_own

@@ -156,7 +156,7 @@ def test_a_trained_head_equals_the_restatement():
 
 def test_small_chunks_and_blocks_change_nothing(monkeypatch):
     """Case 65: whatever way the attention and the logits are cut, loss and gradients are the same."""
-    monkeypatch.setattr(attention, "BLOCK_SCORES", 1)
+    monkeypatch.setattr(attention, "TILE_ROWS", 2)
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 3 * 20)
     agree(make_drafter(train_head=True), make_documents([TWO_SPANS, ENDS_OPEN, [1] * 6]), 3)
 
