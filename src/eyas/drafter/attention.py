@@ -1,117 +1,220 @@
 """Exact attention of TTT rows over packed documents, in memory linear in the tokens.
 
 At step k a row sees the step-0 keys of its own document up to itself, and its own keys of steps 1 … k.
-The softmax runs over both together.
+The softmax runs over both together. Nothing of size rows x tokens outlives one block: the forward pass
+keeps the log-sum-exp of each row, the backward pass computes the block's probabilities again.
 
-The work is cut into tiles of a fixed size, whatever the documents: ``TILE_ROWS`` rows by rising place
-against up to ``TILE_KEYS`` keys of the pack. Tiles that no row of theirs may look into are left out, tiles
-that all may look into need no mask, so the causal half is not computed. A tile's scores stay in the
-processor's cache, which is worth more than any product saved, and a library that prepares its products per
-size meets the same few sizes again and again. The forward pass keeps a running maximum and sum per row and
-then the log-sum-exp; the backward pass computes a tile's probabilities again from it.
+Keys and values of all steps lie in one ``Keys`` and are read by many later steps; their gradients are summed
+there as the backward pass comes by, and handed on once, by the step that made them. That order is safe because
+step k+1 starts from the output of step k: when the backward pass reaches step k, all later steps are done.
 
-Letters: T tokens of the pack, R rows, H heads, G key-value heads, P = H / G heads per group, K head dim,
-N tiles of rows, X = TILE_ROWS, Z = X P queries of a group in a tile, Y keys of one tile.
+Letters: T tokens of the pack, R rows, H heads, G key-value heads, P = H / G heads per group, K head
+dim, X rows of one block, Y keys of one block, S TTT steps.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from eyas.drafter.model import Qkv
+from eyas.drafter.pointwise import Rotation, add_and_rotate, add_and_rotate_backward
+from eyas.drafter.precision import full_precision
 from eyas.drafter.rows import Pack
-
-TILE_ROWS, TILE_KEYS = 64, 256
-KEY_MULTIPLE = 64
-"""Keys of a tile are a multiple of this; keys that fill up are hidden from every row."""
-LOWEST = -1e20
-"""Stands for the maximum of nothing: any score of -inf less this is -inf again."""
+from eyas.drafter.spans import AttentionPlan, Block
 
 
-@dataclass(frozen=True, slots=True)
-class KeyTile:
-    """Keys that a tile of rows looks at."""
-
-    keys: slice
-    hidden_XY: torch.Tensor | None
-    """Bool: this row may not see this key; None when all see all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """How the rows of one step are attended to."""
-
-    order_R: torch.Tensor
-    """Rows by rising place."""
-    num_tiles: int
-    keys: tuple[tuple[KeyTile, ...], ...]
-    """Of each tile of rows."""
-
-
-def plan_tiles(pack: Pack, count: int) -> Tiles:
-    """Cut the first ``count`` rows and the keys they may see into tiles."""
-    places_R, order_R = torch.sort(pack.rows_R[:count])
-    starts = places_R.new_tensor([span.start for span in pack.documents])
-    ends = places_R.new_tensor([span.end for span in pack.documents])
-    num_tiles = -(-count // TILE_ROWS)
-    document_R = torch.searchsorted(starts, places_R, right=True) - 1
-    inside_R = places_R < ends[document_R]
-    # rows of no document (padding) see nothing, like those that fill the last tile up
-    fill = num_tiles * TILE_ROWS - count
-    first_NX = F.pad(starts[document_R].where(inside_R, len(pack.ids_T)), (0, fill), value=len(pack.ids_T))
-    last_NX = F.pad(places_R.where(inside_R, -1), (0, fill), value=-1)
-    first_NX, last_NX = first_NX.view(-1, TILE_ROWS), last_NX.view(-1, TILE_ROWS)
-    keys_T = torch.arange(_filled(len(pack.ids_T)), device=places_R.device)
-    begins, stops = first_NX.amin(1).tolist(), (last_NX.amax(1) + 1).tolist()
-    keys = []
-    for tile, (begin, stop) in enumerate(zip(begins, stops, strict=True)):
-        begin = begin // KEY_MULTIPLE * KEY_MULTIPLE
-        edges = [*range(begin, stop, TILE_KEYS), _filled(stop)]
-        seen = []
-        for a, b in zip(edges, edges[1:], strict=False):
-            keys_Y = keys_T[a:b]
-            hidden_XY = (keys_Y < first_NX[tile, :, None]) | (keys_Y > last_NX[tile, :, None])
-            num_hidden = int(hidden_XY.sum())
-            if num_hidden < hidden_XY.numel():
-                seen.append(KeyTile(slice(a, b), hidden_XY if num_hidden else None))
-        keys.append(tuple(seen))
-    return Tiles(order_R, num_tiles, tuple(keys))
-
-
-def _filled(count: int) -> int:
-    return -(-count // KEY_MULTIPLE) * KEY_MULTIPLE
-
-
-class RowAttention:
-    """Attention of all steps of one pack.
+class Keys:
+    """Keys and values of all steps, and the sums of their gradients.
 
     Args:
         pack: Documents and rows.
-        qkv_T: Step-0 projections of every token of the pack; its keys and values are what rows see.
+        shape: (G, K).
+        like: A tensor with the device and dtype of products.
     """
 
-    def __init__(self, pack: Pack, qkv_T: Qkv) -> None:
-        self._pack = pack
-        fill = _filled(len(pack.ids_T)) - len(pack.ids_T)
-        self._keys_GTK = F.pad(qkv_T.k_RGK.transpose(0, 1), (0, 0, 0, fill)).contiguous()
-        self._values_GTK = F.pad(qkv_T.v_RGK.transpose(0, 1), (0, 0, 0, fill)).contiguous()
-        self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._tiles: dict[int, Tiles] = {}
+    def __init__(self, pack: Pack, shape: tuple[int, int], like: torch.Tensor) -> None:
+        self.pack, (G, K) = pack, shape
+        later = [n for n in pack.num_rows[1:] if n]
+        self.shared_TCK = like.new_empty(0)  # C = 2 G: keys, then values
+        self.own = like.new_empty(len(later), later[0] if later else 0, 2 * G, K)
+        self._grad_dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        self._grad_shared: torch.Tensor | None = None
+        self._grad_own: torch.Tensor | None = None
 
-    def __call__(self, qkv: Qkv, step: int) -> torch.Tensor:
-        """Mixed values [R,H,K] of the rows that run at ``step``; call once a step, in order."""
-        count = qkv.q_RHK.shape[0]
+    @property
+    def grad_shared_TCK(self) -> torch.Tensor:
+        """Sum so far, float32."""
+        if self._grad_shared is None:
+            self._grad_shared = torch.zeros_like(self.shared_TCK, dtype=self._grad_dtype)
+        return self._grad_shared
+
+    @property
+    def grad_own(self) -> torch.Tensor:
+        """Sum so far of every later step's own keys and values, in the dtype of products."""
+        if self._grad_own is None:
+            self._grad_own = torch.zeros_like(self.own)
+        return self._grad_own
+
+    def forget_gradients(self) -> None:
+        """Free the sums: the backward pass is over."""
+        self._grad_shared = self._grad_own = None
+
+
+class Embedded:
+    """The embedding halves of q [U,H,K] and of k and v [T,2G,K], and the sums of their gradients.
+
+    One token needs them once for all steps. ``q_places_T`` says where a token's q lies, see ``Pack``.
+    """
+
+    def __init__(self, q_UHK: torch.Tensor, kv_TCK: torch.Tensor) -> None:
+        self.q_UHK, self.kv_TCK = q_UHK, kv_TCK
+        self._grads: dict[str, torch.Tensor] = {}
+
+    def grad(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """The sum of "q" or "kv" so far."""
+        if name not in self._grads:
+            dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+            self._grads[name] = torch.zeros_like(like, dtype=dtype)
+        return self._grads[name]
+
+    def take(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """The whole sum in the dtype of products; forgotten here."""
+        return self._grads.pop(name).to(like.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    """(hidden half [R,X,K], embedding half) → rotated heads [R,X,K]; the first step hands on what all summed up."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_RXK: torch.Tensor,
+        embedded_TXK: torch.Tensor,
+        embedded: Embedded,
+        name: str,
+        places_R: torch.Tensor,
+        rotation: Rotation,
+        num_turned: int,
+        is_last_backward: bool,
+    ) -> torch.Tensor:
+        ctx.arguments = embedded, name, places_R, rotation, num_turned, is_last_backward
+        ctx.set_materialize_grads(False)
+        return add_and_rotate(hidden_RXK, embedded_TXK, places_R, rotation, num_turned)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RXK: torch.Tensor) -> Any:  # type: ignore[override]
+        embedded, name, places_R, rotation, num_turned, is_last = ctx.arguments
+        like = embedded.q_UHK if name == "q" else embedded.kv_TCK
+        grad_sum = embedded.grad(name, like)
+        back_RXK = add_and_rotate_backward(grad_RXK, places_R, rotation, num_turned, grad_sum)
+        return back_RXK, embedded.take(name, like) if is_last else None, None, None, None, None, None, None
+
+
+class _RotateOwn(torch.autograd.Function):
+    """A later step's [q ; k ; v] hidden half [R,H+2G,K] → rotated q [R,H,K]; k and v go into ``keys.own``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_RXK: torch.Tensor,
+        embedded: Embedded,
+        keys: Keys,
+        step: int,
+        places: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation,
+    ) -> torch.Tensor:
+        R, H = len(hidden_RXK), embedded.q_UHK.shape[1]
+        G = embedded.kv_TCK.shape[1] // 2
+        ctx.arguments = embedded, keys, step, places, rotation
+        keys.own[step - 1, :R] = add_and_rotate(hidden_RXK[:, H:], embedded.kv_TCK, places[1], rotation, G)
+        return add_and_rotate(hidden_RXK[:, :H], embedded.q_UHK, places[0], rotation, H)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_q_RHK: torch.Tensor) -> Any:  # type: ignore[override]
+        embedded, keys, step, places, rotation = ctx.arguments
+        R, H, K = grad_q_RHK.shape
+        G = keys.own.shape[2] // 2
+        grad_kv_RCK = keys.grad_own[step - 1, :R]
+        sums = embedded.grad("q", embedded.q_UHK), embedded.grad("kv", embedded.kv_TCK)
+        back_q_RHK = add_and_rotate_backward(grad_q_RHK, places[0], rotation, H, sums[0])
+        back_kv_RCK = add_and_rotate_backward(grad_kv_RCK, places[1], rotation, G, sums[1])
+        return torch.cat([back_q_RHK, back_kv_RCK], 1), None, None, None, None, None
+
+
+def rotate_first(
+    q_hidden_RHK: torch.Tensor,
+    kv_hidden_TCK: torch.Tensor,
+    embedded: Embedded,
+    keys: Keys,
+    rotations: tuple[Rotation, Rotation],
+) -> torch.Tensor:
+    """Step 0: rotated queries of the rows; every token's keys and values go into ``keys``."""
+    pack, G = keys.pack, kv_hidden_TCK.shape[1] // 2
+    keys.shared_TCK = _Rotate.apply(
+        kv_hidden_TCK, embedded.kv_TCK, embedded, "kv", pack.next_places_T, rotations[1], G, True
+    )
+    H = q_hidden_RHK.shape[1]
+    return _Rotate.apply(  # type: ignore[no-any-return]
+        q_hidden_RHK, embedded.q_UHK, embedded, "q", pack.q_places(0), rotations[0], H, True
+    )
+
+
+def rotate_own(hidden_RXK: torch.Tensor, embedded: Embedded, keys: Keys, step: int, rotation: Rotation) -> torch.Tensor:
+    """A later step: rotated queries of its rows; their own keys and values go into ``keys``."""
+    R = len(hidden_RXK)
+    places = keys.pack.q_places(step)[:R], keys.pack.kv_places(step)[:R]
+    return _RotateOwn.apply(hidden_RXK, embedded, keys, step, places, rotation)  # type: ignore[no-any-return]
+
+
+def attend(q_RHK: torch.Tensor, keys: Keys, step: int) -> torch.Tensor:
+    """Mixed values [R,H,K] of the rows that run at ``step``; call once a step, in order."""
+    plan = keys.pack.attention[step]
+    return _Attend.apply(q_RHK, keys.shared_TCK, keys, step, plan)  # type: ignore[no-any-return]
+
+
+class _Attend(torch.autograd.Function):
+    """(queries [R,H,K], step-0 keys and values) → mixed values [R,H,K]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_RHK: torch.Tensor, shared_TCK: torch.Tensor, keys: Keys, step: int, plan: AttentionPlan
+    ) -> torch.Tensor:
+        ctx.arguments = keys, step, plan
+        if q_RHK.is_cuda:
+            from eyas.drafter.kernels.attend import attend_forward
+
+            mixed_RHK, lse_RH = attend_forward(q_RHK, shared_TCK, keys.own, step, plan)
+        else:
+            mixed_RHK, lse_RH = _forward(q_RHK, shared_TCK, keys.own[:step], plan)
+        ctx.save_for_backward(q_RHK, shared_TCK, mixed_RHK, lse_RH)
+        return mixed_RHK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RHK: torch.Tensor) -> Any:  # type: ignore[override]
+        keys, step, plan = ctx.arguments
+        q_RHK, shared_TCK, mixed_RHK, lse_RH = ctx.saved_tensors
+        saved = q_RHK, mixed_RHK, lse_RH
+        sums = keys.grad_shared_TCK, keys.grad_own[:step]
+        if q_RHK.is_cuda:
+            from eyas.drafter.kernels.attend import attend_backward
+
+            grad_q_RHK = attend_backward(grad_RHK, saved, shared_TCK, keys.own, sums, step, plan)
+        else:
+            grad_q_RHK = _backward(grad_RHK, saved, shared_TCK, keys.own[:step], sums, plan)
         if step:
-            self._own.append((qkv.k_RGK, qkv.v_RGK))
-        if count not in self._tiles:
-            self._tiles[count] = plan_tiles(self._pack, count)
-        own = [tensor[:count] for pair in self._own for tensor in pair]
-        return _Attend.apply(self._tiles[count], qkv.q_RHK, self._keys_GTK, self._values_GTK, *own)  # type: ignore[no-any-return]
+            return grad_q_RHK, None, None, None, None
+        grad_shared_TCK = sums[0].to(shared_TCK.dtype)
+        keys.forget_gradients()
+        return grad_q_RHK, grad_shared_TCK, None, None, None
+
+
+# ── torch: block by block ─────────────────────────────────────────────────────────────────────
 
 
 def _tiled(x_RHK: torch.Tensor, tiles: Tiles, num_groups: int) -> torch.Tensor:
@@ -131,93 +234,81 @@ def _untiled(x_NGZK: torch.Tensor, tiles: Tiles, num_heads: int) -> torch.Tensor
     return x_RHK
 
 
-def _scores(q_GZK: torch.Tensor, keys_GTK: torch.Tensor, tile: KeyTile) -> torch.Tensor:
-    """Masked scores [G,Z,Y] of one tile."""
-    scores_GZY = torch.bmm(q_GZK, keys_GTK[:, tile.keys].transpose(1, 2))
-    if tile.hidden_XY is not None:
-        G, _, Y = scores_GZY.shape
-        scores_GZY.view(G, TILE_ROWS, -1, Y).masked_fill_(tile.hidden_XY[:, None], -torch.inf)
+def _scores(block: Block, q_GZK: torch.Tensor, keys_GYK: torch.Tensor) -> torch.Tensor:
+    """Masked scores [G, X*P, Y] of one block; queries come scaled."""
+    scores_GZY = torch.bmm(q_GZK, keys_GYK.transpose(1, 2))
+    G, Z, Y = scores_GZY.shape
+    X = block.hidden_XY.shape[0]
+    scores_GZY.view(G, X, Z // X, Y).masked_fill_(block.hidden_XY[:, None], -torch.inf)
     return scores_GZY
 
 
-def _mix(
-    tiles: Tiles, q_NGZK: torch.Tensor, keys_GTK: torch.Tensor, values_GTK: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Per query: sum of exp(score - maximum) times value [N,G,Z,K], that maximum and the sum of shares [N,G,Z,1]."""
-    mixed_NGZK = torch.zeros_like(q_NGZK)
-    peak_NGZ1 = q_NGZK.new_full((*q_NGZK.shape[:3], 1), LOWEST)
-    sum_NGZ1 = torch.zeros_like(peak_NGZ1)
-    for n, seen in enumerate(tiles.keys):
-        mixed_GZK, peak_GZ1, sum_GZ1 = mixed_NGZK[n], peak_NGZ1[n], sum_NGZ1[n]
-        for tile in seen:
-            scores_GZY = _scores(q_NGZK[n], keys_GTK, tile)
-            higher_GZ1 = torch.maximum(peak_GZ1, scores_GZY.amax(-1, keepdim=True))
-            shares_GZY = scores_GZY.sub_(higher_GZ1).exp_()
-            shrink_GZ1 = peak_GZ1.sub_(higher_GZ1).exp_()
-            sum_GZ1.mul_(shrink_GZ1).add_(shares_GZY.sum(-1, keepdim=True))
-            mixed_GZK.mul_(shrink_GZ1).add_(torch.bmm(shares_GZY, values_GTK[:, tile.keys]))
-            peak_GZ1.copy_(higher_GZ1)
-    return mixed_NGZK, peak_NGZ1, sum_NGZ1
+@full_precision
+def _forward(
+    q_RHK: torch.Tensor, shared_TCK: torch.Tensor, own_SRCK: torch.Tensor, plan: AttentionPlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    R, H, K = q_RHK.shape
+    G = shared_TCK.shape[1] // 2
+    keys_GTK, values_GTK = shared_TCK.transpose(0, 1).contiguous().chunk(2)
+    q_RHK = q_RHK * K**-0.5
+    q_RGPK = q_RHK.view(R, G, H // G, K)
+    # [R,G,P] scores of each row with its own keys
+    own_scores = [torch.einsum("rgpk,rgk->rgp", q_RGPK, own_RCK[:R, :G]) for own_RCK in own_SRCK]
+    mixed_RHK, lse_RH = torch.empty_like(q_RHK), q_RHK.new_empty(R, H)
+    for block in plan.blocks(H):
+        rows_X, X = block.rows_X, len(block.rows_X)
+        q_GZK = _grouped(q_RHK[rows_X], G)
+        scores_GZY = _scores(block, q_GZK, keys_GTK[:, block.start : block.end])
+        lse_GZ = scores_GZY.logsumexp(-1)
+        if own_scores:
+            own_GZS = torch.stack([_grouped(s[rows_X].view(X, H, 1), G)[..., 0] for s in own_scores], -1)
+            lse_GZ = torch.logaddexp(lse_GZ, own_GZS.logsumexp(-1))
+        shares_GZY = scores_GZY.sub_(lse_GZ[..., None]).exp_()
+        mixed_GZK = torch.bmm(shares_GZY, values_GTK[:, block.start : block.end])
+        mixed_RHK[rows_X] = _ungrouped(mixed_GZK, X)
+        lse_RH[rows_X] = _ungrouped(lse_GZ[..., None], X)[..., 0]
+    mixed_RGPK = mixed_RHK.view(R, G, H // G, K)
+    for score_RGP, own_RCK in zip(own_scores, own_SRCK, strict=True):
+        share_RGP = (score_RGP - lse_RH.view_as(score_RGP)).exp_()
+        mixed_RGPK.addcmul_(share_RGP[..., None], own_RCK[:R, G:, None])
+    return mixed_RHK, lse_RH
 
 
-class _Attend(torch.autograd.Function):
-    """(tiles, q_RHK, step-0 keys and values [G,T,K], own k and v [R,G,K] of each later step) → [R,H,K]."""
-
-    @staticmethod
-    def forward(ctx: Any, tiles: Tiles, q_RHK: torch.Tensor, keys_GTK: torch.Tensor, *rest: torch.Tensor) -> Any:
-        values_GTK, own = rest[0], rest[1:]
-        R, H, K = q_RHK.shape
-        G = keys_GTK.shape[0]
-        q_RHK = q_RHK * K**-0.5
-        q_RGPK = q_RHK.view(R, G, H // G, K)
-        mixed_NGZK, peak_NGZ1, sum_NGZ1 = _mix(tiles, _tiled(q_RHK, tiles, G), keys_GTK, values_GTK)
-        # rows that see nothing (padding) mix nothing: their shares are exp(score - inf) = 0
-        lse_NGZ1 = (peak_NGZ1 + sum_NGZ1.log()).masked_fill_(sum_NGZ1 == 0, torch.inf)
-        mixed_RHK = _untiled(mixed_NGZK, tiles, H)
-        peak_RH1, lse_RH1 = (_untiled(x_NGZ1, tiles, H) for x_NGZ1 in (peak_NGZ1, lse_NGZ1))
-        own_scores = [torch.einsum("rgpk,rgk->rgp", q_RGPK, key_RGK) for key_RGK in own[::2]]
-        for score_RGP in own_scores:
-            lse_RH1 = torch.logaddexp(lse_RH1, score_RGP.reshape(R, H, 1))
-        mixed_RHK *= (peak_RH1 - lse_RH1).exp_()
-        mixed_RGPK, lse_RGP = mixed_RHK.view(R, G, H // G, K), lse_RH1.view(R, G, H // G)
-        for score_RGP, value_RGK in zip(own_scores, own[1::2], strict=True):
-            mixed_RGPK.addcmul_((score_RGP - lse_RGP).exp_()[..., None], value_RGK[:, :, None])
-        ctx.tiles = tiles
-        ctx.save_for_backward(q_RHK, keys_GTK, values_GTK, mixed_RHK, lse_RH1, *own)
-        return mixed_RHK
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RHK: torch.Tensor) -> Any:  # type: ignore[override]
-        q_RHK, keys_GTK, values_GTK, mixed_RHK, lse_RH1, *own = ctx.saved_tensors
-        R, H, K = q_RHK.shape
-        G, tiles = keys_GTK.shape[0], ctx.tiles
-        delta_RH1 = torch.linalg.vecdot(grad_RHK, mixed_RHK)[..., None]
-        q_NGZK, grad_NGZK, lse_NGZ1, delta_NGZ1 = (
-            _tiled(x_RHK, tiles, G) for x_RHK in (q_RHK, grad_RHK, lse_RH1, delta_RH1)
-        )
-        grad_q_NGZK = torch.zeros_like(q_NGZK)
-        grad_keys_GTK, grad_values_GTK = torch.zeros_like(keys_GTK), torch.zeros_like(values_GTK)
-        for n, seen in enumerate(tiles.keys):
-            q_GZK, grad_GZK = q_NGZK[n], grad_NGZK[n]
-            for tile in seen:
-                shares_GZY = _scores(q_GZK, keys_GTK, tile).sub_(lse_NGZ1[n]).exp_()
-                grad_values_GTK[:, tile.keys] += torch.bmm(shares_GZY.transpose(1, 2), grad_GZK)
-                through_GZY = torch.bmm(grad_GZK, values_GTK[:, tile.keys].transpose(1, 2))
-                grad_scores_GZY = through_GZY.sub_(delta_NGZ1[n]).mul_(shares_GZY)
-                grad_q_NGZK[n] += torch.bmm(grad_scores_GZY, keys_GTK[:, tile.keys])
-                grad_keys_GTK[:, tile.keys] += torch.bmm(grad_scores_GZY.transpose(1, 2), q_GZK)
-        grad_q_RGPK = _untiled(grad_q_NGZK, tiles, H).view(R, G, H // G, K)
-        q_RGPK, grad_RGPK = q_RHK.view(R, G, H // G, K), grad_RHK.reshape(R, G, H // G, K)
-        lse_RGP, delta_RGP = lse_RH1.view(R, G, H // G), delta_RH1.view(R, G, H // G)
-        grad_own = []
-        for key_RGK, value_RGK in zip(own[::2], own[1::2], strict=True):
-            share_RGP = (torch.einsum("rgpk,rgk->rgp", q_RGPK, key_RGK) - lse_RGP).exp_()
-            through_RGP = torch.einsum("rgpk,rgk->rgp", grad_RGPK, value_RGK)
-            grad_score_RGP = share_RGP * (through_RGP - delta_RGP)
-            grad_q_RGPK.addcmul_(grad_score_RGP[..., None], key_RGK[:, :, None])
-            grad_own += [
-                torch.einsum("rgp,rgpk->rgk", grad_score_RGP, q_RGPK),
-                torch.einsum("rgp,rgpk->rgk", share_RGP, grad_RGPK),
-            ]
-        return None, grad_q_RGPK.view(R, H, K) * K**-0.5, grad_keys_GTK, grad_values_GTK, *grad_own
+@full_precision
+def _backward(
+    grad_RHK: torch.Tensor,
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    shared_TCK: torch.Tensor,
+    own_SRCK: torch.Tensor,
+    sums: tuple[torch.Tensor, torch.Tensor],
+    plan: AttentionPlan,
+) -> torch.Tensor:
+    q_RHK, mixed_RHK, lse_RH = saved
+    R, H, K = q_RHK.shape
+    G, scale = shared_TCK.shape[1] // 2, K**-0.5
+    q_RHK = q_RHK * scale
+    keys_GTK, values_GTK = shared_TCK.transpose(0, 1).contiguous().chunk(2)
+    delta_RH = torch.linalg.vecdot(grad_RHK, mixed_RHK)
+    grad_q_RHK = torch.empty_like(q_RHK)
+    grad_keys_GTK, grad_values_GTK = sums[0].transpose(0, 1).chunk(2)
+    for block in plan.blocks(H):
+        rows_X, X, keys = block.rows_X, len(block.rows_X), slice(block.start, block.end)
+        q_GZK, grad_GZK = _grouped(q_RHK[rows_X], G), _grouped(grad_RHK[rows_X], G)
+        lse_GZ1, delta_GZ1 = (_grouped(x_RH[rows_X].view(X, H, 1), G) for x_RH in (lse_RH, delta_RH))
+        shares_GZY = _scores(block, q_GZK, keys_GTK[:, keys]).sub_(lse_GZ1).exp_()
+        grad_values_GTK[:, keys] += torch.bmm(shares_GZY.transpose(1, 2), grad_GZK)
+        grad_scores_GZY = torch.bmm(grad_GZK, values_GTK[:, keys].transpose(1, 2)).sub_(delta_GZ1).mul_(shares_GZY)
+        grad_q_RHK[rows_X] = _ungrouped(torch.bmm(grad_scores_GZY, keys_GTK[:, keys]), X)
+        grad_keys_GTK[:, keys] += torch.bmm(grad_scores_GZY.transpose(1, 2), q_GZK)
+    q_RGPK, grad_RGPK = q_RHK.view(R, G, H // G, K), grad_RHK.reshape(R, G, H // G, K)
+    lse_RGP, delta_RGP = lse_RH.view(R, G, H // G), delta_RH.view(R, G, H // G)
+    grad_q_RGPK = grad_q_RHK.view(R, G, H // G, K)
+    for own_RCK, grad_own_RCK in zip(own_SRCK, sums[1], strict=True):
+        key_RGK, value_RGK = own_RCK[:R, :G], own_RCK[:R, G:]
+        share_RGP = torch.einsum("rgpk,rgk->rgp", q_RGPK, key_RGK).sub_(lse_RGP).exp_()
+        through_RGP = torch.einsum("rgpk,rgk->rgp", grad_RGPK, value_RGK)
+        grad_score_RGP = share_RGP * (through_RGP - delta_RGP)
+        grad_q_RGPK.addcmul_(grad_score_RGP[..., None], key_RGK[:, :, None])
+        grad_own_RCK[:R, :G] += torch.einsum("rgp,rgpk->rgk", grad_score_RGP, q_RGPK)
+        grad_own_RCK[:R, G:] += torch.einsum("rgp,rgpk->rgk", share_RGP, grad_RGPK)
+    return grad_q_RHK.mul_(scale)
