@@ -69,13 +69,17 @@ class AttentionPlan:
         # rows that fill the last tile up see nothing
         fill = TILE_ROWS - len(places_X)
         first_X1, last_X1 = F.pad(begins_X, (0, fill))[:, None], F.pad(places_X, (0, fill), value=-1)[:, None]
+        (begin, last_begin), (first_place, end) = begins_X[[0, -1]].tolist(), places_X[[0, -1]].tolist()
         tiles = []
-        for number in range(int(begins_X[0]) // TILE_KEYS, int(places_X[-1]) // TILE_KEYS + 1):
-            keys_Y = torch.arange(number * TILE_KEYS, (number + 1) * TILE_KEYS)
+        for number in range(begin // TILE_KEYS, end // TILE_KEYS + 1):
+            first, last = number * TILE_KEYS, (number + 1) * TILE_KEYS
+            if not fill and last_begin <= first and last <= first_place + 1:
+                tiles.append(Tile(number, None))
+                continue
+            keys_Y = torch.arange(first, last)
             hidden_XY = (keys_Y < first_X1) | (keys_Y > last_X1)
-            num_hidden = int(hidden_XY.sum())
-            if num_hidden < hidden_XY.numel():
-                tiles.append(Tile(number, hidden_XY if num_hidden else None))
+            if not bool(hidden_XY.all()):
+                tiles.append(Tile(number, hidden_XY))
         return tiles
 
 

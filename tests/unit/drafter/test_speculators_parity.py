@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from peer_rules import speculators_trains
 from safetensors.torch import load_file
 
 from eyas.contracts import DrafterShape
@@ -58,18 +59,15 @@ def make_drafter(tensors, config, **changes):
 
 
 def peer_pack(tensors, config, samples):
-    """Rows as the peer supervises them: row t at step k iff loss_mask[t+k+1], and that token exists."""
     ids, aux, last, trains = [], [], [], []
     for i in samples:
         mask_T = tensors[f"sample_{i}.mask"].bool()
-        T, steps = len(mask_T), config["ttt_steps"]
-        last_TD = torch.zeros(T, config["hidden_size"])
+        last_TD = torch.zeros(len(mask_T), config["hidden_size"])
         last_TD[mask_T] = tensors[f"sample_{i}.last"].float()
         last.append(F.rms_norm(last_TD, (config["hidden_size"],), tensors["target_norm"], config["rms_norm_eps"]))
         ids.append(tensors[f"sample_{i}.ids"].long())
         aux.append(tensors[f"sample_{i}.aux"].float())
-        padded = F.pad(mask_T, (0, steps))
-        trains.append(torch.stack([padded[k + 1 : k + 1 + T] for k in range(steps)], 1))
+        trains.append(speculators_trains(mask_T, config["ttt_steps"]))
     lengths = [len(part) for part in ids]
     return plan_pack(
         ids_T=torch.cat(ids), aux_TAD=aux, last_TD=last, lengths=lengths, trains_TS=torch.cat(trains), multiple=64
