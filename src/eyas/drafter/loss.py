@@ -160,6 +160,8 @@ def _product_out(x_XE: torch.Tensor, weight_WE: torch.Tensor, out_XW: torch.Tens
     """``x W^T`` in the dtype of ``out_XW``, which is float32 also for bfloat16 inputs."""
     if x_XE.dtype == out_XW.dtype:
         torch.mm(x_XE, weight_WE.t(), out=out_XW)
+    elif not out_XW.is_cuda:
+        out_XW.copy_(F.linear(x_XE, weight_WE))
     else:
         torch.mm(x_XE, weight_WE.t(), out_dtype=out_XW.dtype, out=out_XW)
 

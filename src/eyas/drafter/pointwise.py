@@ -146,5 +146,6 @@ def add_and_rotate_backward(
     back_RXK = out_RXK.copy_(grad_RXK)
     if num_turned:
         back_RXK[:, :num_turned] = rotate(grad_RXK[:, :num_turned], rotation, inverse=True)
-    grad_embedded_TXK.index_add_(0, places_R.clamp_min(0), back_RXK * (places_R >= 0)[:, None, None])
+    read_RXK = (back_RXK * (places_R >= 0)[:, None, None]).to(grad_embedded_TXK.dtype)
+    grad_embedded_TXK.index_add_(0, places_R.clamp_min(0), read_RXK)
     return back_RXK

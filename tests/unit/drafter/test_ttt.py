@@ -70,26 +70,31 @@ def test_a_trained_head_equals_the_restatement():
     agree(make_drafter(train_head=True), make_documents([TWO_SPANS, ENDS_OPEN]), 3)
 
 
-def test_small_chunks_and_blocks_change_nothing(monkeypatch):
+@pytest.mark.parametrize("tile", [(1, 1), (2, 3), (5, 4)])
+def test_small_chunks_and_tiles_change_nothing(monkeypatch, tile):
     """Case 65: whatever way the attention and the logits are cut, loss and gradients are the same."""
-    monkeypatch.setattr(spans, "BLOCK_SCORES", 1)
+    monkeypatch.setattr(spans, "TILE_ROWS", tile[0])
+    monkeypatch.setattr(spans, "TILE_KEYS", tile[1])
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 3 * 20)
     agree(make_drafter(train_head=True), make_documents([TWO_SPANS, ENDS_OPEN, [1] * 6]), 3)
 
 
-def test_attention_of_a_long_document_is_cut_into_bounded_blocks():
-    """Case 27: T = 16,384, S = 7, 32 heads: dense scores would be 32 * T * T * 4 = 34 GB a step, a block stays at 32 MiB."""
+def test_attention_of_a_long_document_is_cut_into_bounded_tiles():
+    """Case 27: T = 16,384, S = 7, 32 heads: dense scores would be 32 * T * T * 4 = 34 GB a step, a tile is 2 MiB."""
     T, steps, heads = 16_384, 7, 32
     states = torch.zeros(T, 1)
     pack = pack_documents([Document(torch.zeros(T, dtype=torch.int64), torch.ones(T), states[:, None], states)], steps)
     assert heads * T * T * 4 == 34_359_738_368
-    for count, plan in ((pack.num_rows[k], pack.attention[k]) for k in (0, steps - 1)):
-        blocks = plan.blocks(heads)
-        assert max(4 * heads * block.hidden_XY.numel() for block in blocks) <= 32 * 2**20
-        assert sorted(torch.cat([block.rows_X for block in blocks]).tolist()) == list(range(count))
-        for block in blocks:
-            seen_X = (~block.hidden_XY).sum(1)
-            assert torch.equal(seen_X, pack.rows_R[block.rows_X] + 1)
+    assert heads * spans.TILE_ROWS * spans.TILE_KEYS * 4 == 2 * 2**20
+    for plan in pack.attention:
+        seen_R = torch.zeros(len(plan.tiles()) * spans.TILE_ROWS, dtype=torch.int64)
+        for n, tiles in enumerate(plan.tiles()):
+            rows = slice(n * spans.TILE_ROWS, (n + 1) * spans.TILE_ROWS)
+            for tile in tiles:
+                seen_R[rows] += spans.TILE_KEYS if tile.hidden_XY is None else (~tile.hidden_XY).sum(1)
+            assert len(tiles) <= n + 1, "the causal half is left out"
+        assert torch.equal(seen_R[: len(plan.places_R)], plan.places_R + 1)
+        assert not seen_R[len(plan.places_R) :].any()
 
 
 def test_the_targets_choice_is_taken_in_chunks(monkeypatch):
