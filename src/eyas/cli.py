@@ -58,9 +58,18 @@ def _parser() -> argparse.ArgumentParser:
     bench = _add(commands, "bench", _bench, "measure the store on the extracted states; writes reports/bench/NAME.json")
     bench.add_argument(
         "name",
-        choices=("store", "crash", "corruption", "gc"),
+        choices=("store", "crash", "corruption", "gc", "train-quality"),
         help="bytes and speeds (3 minutes), 200 kills (2 to 4), damage and who finds it (2); the states are only read. "
-        "gc: promised and measured bytes, a plan over 80,000 objects (1)",
+        "gc: promised and measured bytes, a plan over 80,000 objects (1). train-quality: tau of our trainer and others'",
+    )
+    bench.add_argument("--seeds", type=int, default=3, help="train-quality: seeds of every trainer (%(default)s)")
+    bench.add_argument("--jobs", type=int, default=1, help="train-quality: peers side by side (%(default)s)")
+    bench.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=PYTHON",
+        help="train-quality: speculators or specforge, and an interpreter that imports it",
     )
     smoke = _add(commands, "smoke", _smoke, "run the whole pipeline at small size in a scratch copy")
     smoke.add_argument("--folder", type=Path, default=Path(".eyas/smoke"), help="the copy (default: %(default)s)")
@@ -196,8 +205,14 @@ def _repair(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
+    from eyas.ops.bench import quality
     from eyas.ops.bench.run import run, table
 
+    if arguments.name == "train-quality":
+        pythons = dict(peer.partition("=")[::2] for peer in arguments.peer)
+        found = quality.run(Path(), arguments.seeds, arguments.jobs, pythons)
+        console.emit(canonical_json(found) if arguments.json else quality.table(found))
+        return 0
     figures = run(Path(), arguments.name)
     console.emit(canonical_json(figures) if arguments.json else table(arguments.name, figures))
     return 0
