@@ -103,18 +103,19 @@ def _plan(
 ) -> tuple[list[PeerRun], dict[tuple[str, str], float]]:
     """Every run of the peers, after measuring each variant's speed alone."""
     runs, speeds = [], {}
-    for variant in variants(setup.params.train):
-        if variant.peer not in peers:
-            continue
-        speed = peers[variant.peer].seconds_per_step(variant, seeds[0])
-        console.log(f"bench: {variant.peer}, {variant.name}: {speed * 1000:.1f} ms per step")
-        speeds[variant.peer, variant.name] = speed
-        budgets = {"steps": setup.params.train.num_steps, "time": max(1, int(seconds / speed))}
-        runs += [
-            PeerRun(variant=variant, budget=budget, seed=seed, num_steps=num_steps)
-            for budget, num_steps in budgets.items()
-            for seed in seeds
-        ]
+    asked = variants(setup.params.train)
+    for name, peer in peers.items():
+        own = [variant for variant in asked if variant.peer == name]
+        for variant_name, speed in peer.seconds_per_step(own, seeds[0]).items():
+            console.log(f"bench: {name}, {variant_name}: {speed * 1000:.1f} ms per step")
+            speeds[name, variant_name] = speed
+        for variant in own:
+            num_in_time = max(1, int(seconds / speeds[name, variant.name]))
+            runs += [
+                PeerRun(variant=variant, budget=budget, seed=seed, num_steps=num_steps)
+                for budget, num_steps in (("steps", setup.params.train.num_steps), ("time", num_in_time))
+                for seed in seeds
+            ]
     return runs, speeds
 
 

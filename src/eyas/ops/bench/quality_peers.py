@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ from eyas.tokens.draft_vocab import DraftVocab
 SCRIPTS = Path(__file__).parent / "peers"
 WARM_STEPS = {"cpu": 4, "cuda": 60}
 NUM_WORKERS = {"cpu": 0, "cuda": 4}
+SAME_COST = ("lr", "warmup_ratio", "norm_before_residual")
+"""Settings that do not change a step's seconds."""
 PLANNED_STEPS = 4
 """Packs are planned for this many times our steps; a peer that does more begins again."""
 
@@ -116,20 +118,29 @@ class Peer:
             "head_key": tensors.name("head") if tensors.has("head") else embedding_key,
             "layer_ids": list(setup.manifest.boundaries),
             "device": device,
-            "num_workers": NUM_WORKERS[device],
             "batches": batches,
             "max_tokens": max_tokens,
         }
 
-    def seconds_per_step(self, variant: Variant, seed: int) -> float:
-        """Measured alone on the machine, compilation not counted."""
-        run = self._run(PeerRun(variant=variant, budget="speed", seed=seed, num_steps=1))
-        done = self._start("speed", [run], WARM_STEPS[self._job["device"]])
-        return float(done[0]["seconds_per_step"])
+    def seconds_per_step(self, asked: Sequence[Variant], seed: int) -> dict[str, float]:
+        """By name of variant, measured alone on the machine, compilation not counted."""
+        alike: dict[str, list[Variant]] = {}
+        for variant in asked:
+            costs = {key: value for key, value in variant.settings.items() if key not in SAME_COST}
+            alike.setdefault(json.dumps(costs), []).append(variant)
+        runs = [
+            self._run(PeerRun(variant=group[0], budget="speed", seed=seed, num_steps=1)) for group in alike.values()
+        ]
+        facts = self._start("speed", runs, WARM_STEPS[self._job["device"]])
+        return {
+            variant.name: float(fact["seconds_per_step"])
+            for group, fact in zip(alike.values(), facts, strict=True)
+            for variant in group
+        }
 
     def train(self, runs: Sequence[PeerRun]) -> list[tuple[Drafter, dict[str, Any]]]:
-        """Train some drafters of one variant in one process; each comes back as one of ours with its facts."""
-        label = "-".join(str(part) for part in (runs[0].variant.name.replace(" ", "_").replace(",", ""), len(runs)))
+        """Train some drafters in one process; each comes back as one of ours with its facts."""
+        label = f"{runs[0].variant.name}-seed-{runs[0].seed}".replace(" ", "_").replace(",", "")
         asked = [self._run(run) for run in runs]
         facts = self._start(label, asked)
         return [
@@ -149,11 +160,16 @@ class Peer:
 
     def _start(self, label: str, runs: list[dict[str, Any]], warm_steps: int = 0) -> list[dict[str, Any]]:
         job_path = self._folder / f"{label}.json"
-        fs.write_text(job_path, json.dumps({**self._job, "runs": runs, "warm_steps": warm_steps}))
+        # a process that is timed has the machine to itself, the others share it
+        num_workers = NUM_WORKERS[self._job["device"]] if warm_steps else min(1, NUM_WORKERS[self._job["device"]])
+        timing = {"warm_steps": warm_steps, "num_workers": num_workers}
+        environment = os.environ if warm_steps else {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        fs.write_text(job_path, json.dumps({**self._job, **timing, "runs": runs}))
         script = SCRIPTS / f"{self.name}_quality.py"
         log_path = job_path.with_suffix(".log")
         with log_path.open("w") as log:
-            done = subprocess.run([self._python, str(script), str(job_path)], stdout=log, stderr=log, check=False)
+            command = [self._python, str(script), str(job_path)]
+            done = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)
         if done.returncode:
             tail = "\n".join(log_path.read_text().splitlines()[-15:])
             raise EyasError(f"{self.name} ended with {done.returncode}, expected 0:\n{tail}", f"see {log_path}")
@@ -161,9 +177,11 @@ class Peer:
 
 
 def train_all(peers: dict[str, Peer], runs: Sequence[PeerRun], jobs: int) -> Iterable[tuple[PeerRun, Drafter, dict]]:
-    """Train every run, each variant in a process of its own, ``jobs`` of them side by side."""
-    ordered = sorted(runs, key=lambda run: (run.variant.peer, run.variant.name))
-    groups = [list(group) for _, group in groupby(ordered, key=lambda run: run.variant)]
+    """Train every run, each variant and seed in a process of its own, ``jobs`` of them side by side."""
+    grouped: dict[tuple[str, str, int], list[PeerRun]] = {}
+    for run in runs:
+        grouped.setdefault((run.variant.peer, run.variant.name, run.seed), []).append(run)
+    groups = list(grouped.values())
     with ThreadPoolExecutor(jobs) as pool:
         trained = [(group, pool.submit(peers[group[0].variant.peer].train, group)) for group in groups]
         for group, future in trained:
