@@ -237,6 +237,8 @@ class DrafterConfig:
     """One RMSNorm per aux stream before ``fc`` (EAGLE-3.1)."""
     norm_output: bool = False
     """Feed the normed output to the next step (EAGLE-3.1)."""
+    norm_before_residual: bool = False
+    """The layer's residual is the normed hidden state; SGLang loads the raw one (False) only."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""

@@ -27,6 +27,8 @@ class DrafterShape:
     """One RMSNorm per aux stream before ``fc`` (EAGLE-3.1)."""
     norm_output: bool
     """The normed output feeds the next step (EAGLE-3.1) instead of the raw one."""
+    norm_before_residual: bool = False
+    """The layer's residual is the normed hidden state, as some trainers have it; SGLang knows the raw one only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,25 @@ E drafter hidden, H heads, G key-value heads, K head dim.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
-from eyas.drafter.model import Drafter, Qkv
+from eyas.drafter.differentiable import norm_linear
+from eyas.drafter.layer import finish_layer, finish_step, fuse, project_embedding
+from eyas.drafter.model import Drafter
+from eyas.drafter.pointwise import Rotation, rotate
+from eyas.drafter.weights import plain_weights
+
+
+class Projected(NamedTuple):
+    """One block of rows: rotated queries and keys, values, and the residual past them."""
+
+    q_RHK: torch.Tensor
+    k_RGK: torch.Tensor
+    v_RGK: torch.Tensor
+    residual_RE: torch.Tensor
 
 
 class DraftChain:
@@ -34,9 +49,9 @@ class DraftChain:
         self._place_X = torch.arange(max_length + chain_length, device=weight.device)
         self._known_B = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
         self._sequence_B = torch.arange(batch_size, device=weight.device)
-        self._hidden_BE = weight.new_zeros(batch_size, shape.hidden_size)
-        self._qkv: Qkv | None = None
+        self._last: Projected | None = None
         self._drafter, self._chain_length, self._max_length = drafter, chain_length, max_length
+        self._weights = plain_weights(drafter)
 
     @torch.no_grad()
     def extend(
@@ -55,43 +70,55 @@ class DraftChain:
         device = self._known_B.device
         start_B, count_B = start_B.to(device), count_B.to(device)
         position_BJ = start_B[:, None] + torch.arange(J, device=device)
-        fused_RE = self._drafter.fuse(aux_BJAD.to(device).flatten(0, 1))
-        embedded_RN = self._drafter.project_embeddings(next_ids_BJ.to(device).flatten())
-        qkv = self._drafter.project(fused_RE, embedded_RN, position_BJ.flatten())
-        self._write(position_BJ, qkv)
+        fused_RE = fuse(self._weights, self._drafter.shape, aux_BJAD.to(device).flatten(0, 1))
+        projected = self._project(fused_RE, next_ids_BJ.to(device).flatten(), position_BJ.flatten())
+        self._write(position_BJ, projected)
         last_B = self._sequence_B * J + count_B - 1
         self._known_B = start_B + count_B
-        self._hidden_BE, self._qkv = fused_RE[last_B], Qkv(*(x[last_B] for x in qkv))
+        self._last = Projected(*(x[last_B] for x in projected))
 
     @torch.no_grad()
     def draft(self) -> torch.Tensor:
         """Greedy chain from each sequence's last known row: target-vocab ids, [B, S]."""
-        assert self._qkv is not None, "nothing is known yet: extend first"
-        hidden_BE, qkv, drafted = self._hidden_BE, self._qkv, []
+        assert self._last is not None, "nothing is known yet: extend first"
+        projected, hidden_BE, drafted = self._last, self._last.residual_RE, []
         for step in range(self._chain_length):
             if step:
-                embedded_BN = self._drafter.project_embeddings(drafted[-1])
-                qkv = self._drafter.project(hidden_BE, embedded_BN, self._known_B - 1 + step)
+                projected = self._project(hidden_BE, drafted[-1], self._known_B - 1 + step)
                 place_B1 = torch.full_like(self._known_B, self._max_length + step)[:, None]
-                self._write(place_B1, qkv)
+                self._write(place_B1, projected)
             mask_BX = (self._place_X < self._known_B[:, None]) | (
                 (self._place_X > self._max_length) & (self._place_X <= self._max_length + step)
             )
-            output_BE = self._drafter.layer(hidden_BE, qkv, lambda own, mask=mask_BX: self._attend(own, mask))
-            normed_BE, hidden_BE = self._drafter.finish(output_BE)
+            mixed_BHK = self._attend(projected.q_RHK, mask_BX)
+            output_BE = finish_layer(self._weights, self._drafter.shape, projected.residual_RE, mixed_BHK)
+            normed_BE, hidden_BE = finish_step(self._weights, self._drafter.shape, output_BE)
             drafted.append(self._drafter.target_ids(self._drafter.logits(normed_BE).argmax(-1)))
         return torch.stack(drafted, dim=1)
 
-    def _write(self, place_BJ: torch.Tensor, qkv: Qkv) -> None:
+    def _project(self, hidden_RE: torch.Tensor, ids_R: torch.Tensor, positions_R: torch.Tensor) -> Projected:
+        shape, weights = self._drafter.shape, self._weights
+        H, G, K = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+        embedding_RE = F.embedding(ids_R, self._drafter.embed_tokens.weight)  # type: ignore[arg-type]
+        embedded_RN = torch.cat([project_embedding(weights, shape, embedding_RE, queries=q) for q in (True, False)], 1)
+        hidden_RN, residual_RE = norm_linear(
+            hidden_RE, weights.hidden_norm, weights.qkv_hidden, shape.rms_norm_eps, shape.norm_before_residual
+        )
+        both_RXK = (hidden_RN + embedded_RN).unflatten(1, (-1, K))
+        table = self._drafter.rope.table(self._max_length + self._chain_length, both_RXK.device, both_RXK.dtype)
+        turned_RXK = rotate(both_RXK[:, : H + G], Rotation(*table, positions_R, 0))
+        return Projected(turned_RXK[:, :H], turned_RXK[:, H:], both_RXK[:, H + G :], residual_RE)
+
+    def _write(self, place_BJ: torch.Tensor, qkv: Projected) -> None:
         B, J = place_BJ.shape
         index = (self._sequence_B[:, None], slice(None), place_BJ)
         self._keys_BGXK[index] = qkv.k_RGK.view(B, J, *qkv.k_RGK.shape[1:])
         self._values_BGXK[index] = qkv.v_RGK.view(B, J, *qkv.v_RGK.shape[1:])
 
-    def _attend(self, qkv: Qkv, mask_BX: torch.Tensor) -> torch.Tensor:
-        B, H, K = qkv.q_RHK.shape
+    def _attend(self, q_BHK: torch.Tensor, mask_BX: torch.Tensor) -> torch.Tensor:
+        B, H, K = q_BHK.shape
         G = self._keys_BGXK.shape[1]
-        query_BGqK = qkv.q_RHK.reshape(B, G, H // G, K)
+        query_BGqK = q_BHK.reshape(B, G, H // G, K)
         mixed = F.scaled_dot_product_attention(
             query_BGqK, self._keys_BGXK, self._values_BGXK, attn_mask=mask_BX[:, None, None]
         )

@@ -74,6 +74,7 @@ def resolve_shape(
         max_position_embeddings=identity.max_position_embeddings,
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,
+        norm_before_residual=config.norm_before_residual,
     )
     _check(shape)
     return shape

@@ -1,15 +1,15 @@
-"""Fused head and KL loss over all TTT steps: logits exist for one chunk of teacher positions at a time.
+"""Fused head and loss over all TTT steps: logits exist for one chunk of teacher positions at a time.
 
-    L_k = mean over the rows that train at step k of KL(target || draft), both over the draft vocab
+    L_k = sum over the rows that train at step k of KL(target || draft), both over the draft vocab
+          / number of such rows (of this pack, or of all packs that make one optimizer step)
     loss = sum over k of decay^k L_k                                       (weights are not normalised)
 
 Row t at step k has its teacher at position u = t+k+1, so the steps share the teacher: a chunk of
-positions u takes its distribution once, and the rows of all steps are aligned to those positions. The
-gradient of the hidden states, q - p, is made in the same pass, so nothing of width W outlives a chunk. The
-gradient needs no loss value: losses and hits are measured only when asked for, which saves a quarter of
-the work at width W. Softmax, log-softmax, KL and their gradients are float32 (float64 when the model is).
+positions u takes its distribution once, for the rows of all steps that read it. The gradient of the hidden
+states is made in the same pass, so nothing of width W outlives a chunk. Softmax, log-softmax, KL and their
+gradients are float32 (float64 when the model is), also where products are bfloat16.
 
-Letters: R rows of a step, C teacher positions of a chunk, S steps, X = S C, N rows of all steps, E drafter
+Letters: R rows of a step, C teacher positions of a chunk, S steps, X pairs (row, step) of a chunk, E drafter
 hidden, D target hidden, W draft vocab.
 """
 
@@ -19,17 +19,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from eyas.drafter.differentiable import add_weight_gradient
 from eyas.drafter.model import Drafter
 from eyas.drafter.precision import reduced_dtype
 from eyas.drafter.rows import Pack
 from eyas.drafter.ttt import unroll
+from eyas.drafter.weights import FlatWeights, Weight, plain_weights
 
-CHUNK_LOGITS = 1 << 24
-"""Logits of one chunk, teacher and all steps together: 64 MiB in float32."""
+CHUNK_LOGITS, GPU_CHUNK_LOGITS = 1 << 24, 1 << 26
+"""Logits of one chunk, teacher and all steps together: 64 MiB and 256 MiB in float32."""
+GPU_CHUNK_MULTIPLE = 256
+"""Teacher positions of a chunk on a GPU: whole tiles of its products."""
 
 
 class Workspace:
@@ -42,6 +47,7 @@ class Workspace:
         """An uninitialised [rows, columns] that lives until the name is taken again."""
         memory, size = self._memory.get(name), rows * columns
         if memory is None or memory.numel() < size or memory.dtype != dtype or memory.device != like.device:
+            self._memory.pop(name, None)
             self._memory[name] = memory = torch.empty(size, dtype=dtype, device=like.device)
         return memory[:size].view(rows, columns)
 
@@ -51,7 +57,7 @@ class Measured:
     """What one pack's loss consists of, per step; detached."""
 
     losses_S: torch.Tensor
-    """Mean KL; 0 where no row trains."""
+    """Mean loss of the rows that train; 0 where none does."""
     num_trained_S: torch.Tensor
     num_hits_S: torch.Tensor
     """Trained rows whose draft argmax is the teacher's argmax over the draft vocab."""
@@ -67,118 +73,199 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Teacher positions of one chunk, and which row of each step belongs to each of them."""
+    """Teachers ``first … last - 1`` of a pack, and per step which of its trained rows they teach."""
 
-    positions_C: torch.Tensor
-    rows_X: torch.Tensor
-    """Index into the rows of all steps, step by step; 0 where there is none, with weight 0."""
-    weights_X: torch.Tensor
-    """Float64: step weight / trained rows of the step, or 0."""
+    first: int
+    last: int
+    pairs: tuple[tuple[int, int], ...]
+    """Per step, places in ``pack.loss_rows``."""
+
+    @property
+    def num_pairs(self) -> int:
+        """X."""
+        return sum(last - first for first, last in self.pairs)
 
 
-def plan_chunks(pack: Pack, step_weights: Sequence[float], size: int, multiple: int) -> list[Chunk]:
-    """Cut the teacher positions that some training row needs into chunks of ``size``.
-
-    Args:
-        pack: Documents and rows.
-        step_weights: Weight of each step's mean loss.
-        size: Most positions of a chunk.
-        multiple: Chunks are filled up to a multiple of this, see ``rows.pack_documents``.
-    """
-    S, T = len(step_weights), len(pack.ids_T)
-    row_at_ST = torch.full((S, T), -1, device=pack.rows_R.device)
-    first = 0
-    for k in range(S):
-        trains_R = pack.trains_RS[: pack.num_rows[k], k].nonzero()[:, 0]
-        row_at_ST[k, pack.rows_R[trains_R] + k + 1] = trains_R + first
-        first += pack.num_rows[k]
-    counts_S = pack.trains_RS[:, :S].sum(0).clamp_min(1)
-    scale_S1 = (row_at_ST.new_tensor(step_weights, dtype=torch.float64) / counts_S)[:, None]
-    chunks = []
-    for part_C in (row_at_ST >= 0).any(0).nonzero()[:, 0].split(size):
-        # what fills the chunk up has no row and weight 0; it reads a teacher's state, because others may not be stored
-        fill = -len(part_C) % multiple
-        positions_C = torch.cat([part_C, part_C[:1].expand(fill)])
-        rows_SC = F.pad(row_at_ST[:, part_C], (0, fill), value=-1)
-        weights_SC = (rows_SC >= 0) * scale_S1
-        chunks.append(Chunk(positions_C, rows_SC.clamp_min(0).flatten(), weights_SC.flatten()))
-    return chunks
+def plan_chunks(pack: Pack, num_steps: int, size: int) -> list[Chunk]:
+    """Cut the teachers into chunks of at most ``size``."""
+    edges = list(range(0, len(pack.teachers_U), size)) + [len(pack.teachers_U)]
+    cuts = [np.searchsorted(pack.host_teachers[k], edges).tolist() for k in range(num_steps)]
+    return [
+        Chunk(first, last, tuple((cut[i], cut[i + 1]) for cut in cuts))
+        for i, (first, last) in enumerate(zip(edges[:-1], edges[1:], strict=True))
+        if last > first
+    ]
 
 
 @dataclass
-class Sums:
-    """Filled by the forward pass when measuring."""
+class Values:
+    """Per step, value and hit of each trained row, in the order of ``pack.loss_rows``."""
 
-    losses_N: torch.Tensor
-    """KL of each row of all steps; 0 where it does not train."""
-    hits_N: torch.Tensor
+    losses: list[torch.Tensor]
+    hits: list[torch.Tensor]
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Loss of hidden states [N,E] of all steps; the gradient is ready when the forward pass ends.
+    """Loss of ``unroll``'s outputs; the gradient is ready when the forward pass ends.
 
-    The value returned is 0: only its gradient means anything. ``sums`` takes the values when given.
+    The value returned is 0: only its gradient means anything. ``values`` takes the values when given.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_NE: torch.Tensor,
-        head_WE: torch.Tensor,
-        chunks: Sequence[Chunk],
-        last_TD: torch.Tensor,
-        teacher_WD: torch.Tensor,
-        workspace: Workspace,
-        sums: Sums | None,
+        ctx: Any, settings: _Settings, values: Values | None, head_WE: torch.Tensor, *hidden: torch.Tensor
     ) -> torch.Tensor:
-        W, dtype = len(head_WE), head_WE.dtype
-        product_dtype = reduced_dtype() or dtype
-        grad_NE = torch.zeros_like(hidden_NE)
-        grad_head_WE = torch.zeros_like(head_WE) if ctx.needs_input_grad[1] else None
-        gradient_head_WE = head_WE.to(product_dtype)
-        for chunk in chunks:
-            C, X = len(chunk.positions_C), len(chunk.rows_X)
-            p_CW = workspace.take("teacher", C, W, head_WE, dtype)
-            torch.mm(last_TD[chunk.positions_C].to(dtype), teacher_WD.t(), out=p_CW)
-            hidden_XE = hidden_NE[chunk.rows_X]
-            q_XW = workspace.take("draft", X, W, head_WE, dtype)
-            torch.mm(hidden_XE, head_WE.t(), out=q_XW)
-            if sums is not None:
-                _measure(sums, chunk, p_CW, q_XW)
-            torch.softmax(p_CW, -1, out=p_CW)
-            torch.softmax(q_XW, -1, out=q_XW)
-            # d KL / d logits = q - p, before the row's weight
-            q_XW.view(-1, C, W).sub_(p_CW)
-            grad_XW = q_XW
-            if product_dtype != dtype:
-                grad_XW = workspace.take("gradient", X, W, head_WE, product_dtype).copy_(q_XW)
-            weights_X1 = chunk.weights_X.to(dtype)[:, None]
-            grad_NE.index_add_(0, chunk.rows_X, (grad_XW @ gradient_head_WE).to(dtype).mul_(weights_X1))
-            if grad_head_WE is not None:
-                grad_head_WE.addmm_(q_XW.t(), hidden_XE * weights_X1)
-        ctx.save_for_backward(grad_NE)
-        ctx.grad_head_WE = grad_head_WE
-        return hidden_NE.new_zeros(())
+        pack, head = settings.pack, settings.head
+        grads = [torch.zeros_like(hidden_RE) for hidden_RE in hidden]
+        head_sink_WE = None
+        if head_WE.requires_grad:
+            wide = torch.float64 if head.value.dtype == torch.float64 else torch.float32
+            head_sink_WE = head.sink if head.sink is not None else torch.zeros_like(head.value, dtype=wide)
+        for chunk in plan_chunks(pack, len(hidden), settings.chunk_size(len(hidden))):
+            if chunk.num_pairs:
+                _chunk_gradients(chunk, settings, hidden, grads, head_sink_WE, values)
+        ctx.grad_head_WE = head_sink_WE if head.sink is None else None
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*grads)
+        return hidden[0].new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: torch.Tensor) -> Any:  # type: ignore[override]
-        (grad_NE,) = ctx.saved_tensors
-        grad_head_WE = None if ctx.grad_head_WE is None else ctx.grad_head_WE * grad_total
-        return grad_NE * grad_total, grad_head_WE, None, None, None, None, None
+        # the total is the end of the graph, so its gradient is 1
+        return None, None, ctx.grad_head_WE, *ctx.saved_tensors
 
 
-def _measure(sums: Sums, chunk: Chunk, teacher_CW: torch.Tensor, logits_XW: torch.Tensor) -> None:
-    """KL and hit of every training row of a chunk."""
-    C, W = teacher_CW.shape
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    pack: Pack
+    head: Weight
+    teacher_WD: torch.Tensor
+    scales_S: Sequence[float]
+    """Weight of one row of a step in the loss."""
+    workspace: Workspace
+
+    def chunk_size(self, num_steps: int) -> int:
+        """Teacher positions at a time."""
+        head_WE = self.head.value
+        per_teacher = len(head_WE) * (num_steps + 1)
+        if head_WE.is_cuda:
+            return max(1, GPU_CHUNK_LOGITS // per_teacher // GPU_CHUNK_MULTIPLE) * GPU_CHUNK_MULTIPLE
+        return max(1, CHUNK_LOGITS // per_teacher // self.pack.multiple) * self.pack.multiple
+
+
+def _product_out(x_XE: torch.Tensor, weight_WE: torch.Tensor, out_XW: torch.Tensor) -> None:
+    """``x W^T`` in the dtype of ``out_XW``, which is float32 also for bfloat16 inputs."""
+    if x_XE.dtype == out_XW.dtype:
+        torch.mm(x_XE, weight_WE.t(), out=out_XW)
+    else:
+        torch.mm(x_XE, weight_WE.t(), out_dtype=out_XW.dtype, out=out_XW)
+
+
+def _chunk_gradients(
+    chunk: Chunk,
+    settings: _Settings,
+    hidden: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    head_sink_WE: torch.Tensor | None,
+    values: Values | None,
+) -> None:
+    """Logits of one chunk, their gradient, and what follows from it for hidden states and head."""
+    pack, head_WE, workspace = settings.pack, settings.head.value, settings.workspace
+    dtype, W, multiple = head_WE.dtype, len(head_WE), pack.multiple
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    C, X = chunk.last - chunk.first, chunk.num_pairs
+    filled_C, filled_X = (-(-count // multiple) * multiple for count in (C, X))
+    last_CD = hidden[0].new_zeros(filled_C, pack.last_TD.shape[1])
+    last_CD[:C] = pack.last_TD[pack.teachers_U[chunk.first : chunk.last]]
+    hidden_XE = hidden[0].new_zeros(filled_X, hidden[0].shape[1])
+    parts, at = [], 0
+    for k, (first, last) in enumerate(chunk.pairs):
+        rows = pack.loss_rows[k][first:last]
+        if last > first:
+            torch.index_select(hidden[k], 0, rows, out=hidden_XE[at : at + last - first])
+        parts.append(Part(k, rows, pack.loss_teachers[k][first:last] - chunk.first, slice(at, at + last - first)))
+        at += last - first
+    teacher_CW = workspace.take("teacher", filled_C, W, head_WE, wide)
+    _product_out(last_CD, settings.teacher_WD, teacher_CW)
+    logits_XW = workspace.take("draft", filled_X, W, head_WE, wide)
+    _product_out(hidden_XE, head_WE, logits_XW)
+    found = [(values.losses[k][a:b], values.hits[k][a:b]) for k, (a, b) in enumerate(chunk.pairs)] if values else None
+    product_dtype = reduced_dtype() or dtype
+    grad_XW = workspace.take("gradient", filled_X, W, head_WE, product_dtype) if product_dtype != wide else logits_XW
+    gradient_of_logits(teacher_CW[:C], logits_XW, parts, found, grad_XW)
+    grad_XW[X:] = 0
+    grad_XE = (grad_XW @ head_WE.to(product_dtype)).to(hidden[0].dtype)
+    scale_X1 = hidden[0].new_zeros(filled_X, 1)
+    for part in parts:
+        scale_X1[part.at] = settings.scales_S[part.step]
+    grad_XE.mul_(scale_X1)
+    for part in parts:
+        grads[part.step].index_copy_(0, part.rows, grad_XE[part.at])
+    if head_sink_WE is not None:
+        add_weight_gradient(head_sink_WE, grad_XW.to(dtype), hidden_XE * scale_X1)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The pairs of one step in a chunk."""
+
+    step: int
+    rows: torch.Tensor
+    """Index into the step's hidden states."""
+    teachers: torch.Tensor
+    """Index into the chunk's teachers, rising."""
+    at: slice
+    """Where they lie among the chunk's pairs."""
+
+
+def gradient_of_logits(
+    teacher_CW: torch.Tensor,
+    logits_XW: torch.Tensor,
+    parts: Sequence[Part],
+    found: Sequence[tuple[torch.Tensor, torch.Tensor]] | None,
+    grad_XW: torch.Tensor,
+) -> None:
+    """Gradient of KL(target || draft) by the logits of every pair, q - p, before its weight.
+
+    Args:
+        teacher_CW: Logits of the target over the draft vocab; destroyed.
+        logits_XW: Logits of the draft; destroyed.
+        parts: Which pair belongs to which teacher.
+        found: Per step, where value and hit of its pairs go.
+        grad_XW: Result; may be ``logits_XW`` itself. Rows of no pair are left as finite numbers.
+    """
+    if logits_XW.is_cuda:
+        from eyas.drafter.kernels.divergence import divergence
+
+        divergence(teacher_CW, logits_XW, parts, found, grad_XW)
+        return
+    if found is not None:
+        _measure(teacher_CW, logits_XW, parts, found)
+    torch.softmax(teacher_CW, -1, out=teacher_CW)
+    torch.softmax(logits_XW, -1, out=logits_XW)
+    for part in parts:
+        q_YW = logits_XW[part.at]
+        # most steps have one row for every teacher of the chunk, in the same order
+        q_YW.sub_(teacher_CW if len(q_YW) == len(teacher_CW) else teacher_CW[part.teachers])
+    if grad_XW is not logits_XW:
+        grad_XW.copy_(logits_XW)
+
+
+def _measure(
+    teacher_CW: torch.Tensor,
+    logits_XW: torch.Tensor,
+    parts: Sequence[Part],
+    found: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """KL and hit of every pair of a chunk."""
     log_p_CW = F.log_softmax(teacher_CW, -1)
-    log_q_SCW = F.log_softmax(logits_XW, -1).view(-1, C, W)
-    p_CW = log_p_CW.exp()
-    kl_SC = torch.linalg.vecdot(p_CW, log_p_CW) - torch.linalg.vecdot(p_CW, log_q_SCW)
-    hit_SC = log_q_SCW.argmax(-1) == log_p_CW.argmax(-1)
-    trains_X = chunk.weights_X > 0
-    rows_Y = chunk.rows_X[trains_X]
-    sums.losses_N[rows_Y], sums.hits_N[rows_Y] = kl_SC.flatten()[trains_X], hit_SC.flatten()[trains_X]
+    p_CW, best_C = log_p_CW.exp(), log_p_CW.argmax(-1)
+    entropy_C = torch.linalg.vecdot(p_CW, log_p_CW)
+    for part, (losses, hits) in zip(parts, found, strict=True):
+        log_q_YW = F.log_softmax(logits_XW[part.at], -1)
+        losses.copy_(entropy_C[part.teachers] - torch.linalg.vecdot(p_CW[part.teachers], log_q_YW))
+        hits.copy_(log_q_YW.argmax(-1) == best_C[part.teachers])
 
 
 def ttt_loss(
@@ -186,59 +273,65 @@ def ttt_loss(
     pack: Pack,
     teacher_WD: torch.Tensor,
     step_decay: float,
-    ttt_steps: int | None = None,
+    *,
+    weights: FlatWeights | None = None,
+    num_trained_S: Sequence[int] | None = None,
     measure: bool = True,
     workspace: Workspace | None = None,
 ) -> tuple[torch.Tensor, Measured | None]:
     """Unroll a pack and make its loss.
 
     Args:
-        drafter: The model; ``lm_head`` gets a gradient when it requires one.
+        drafter: The model.
         pack: Documents and rows; at least one row must train.
-        teacher_WD: The target head's rows of the draft vocab, in the model's dtype.
+        teacher_WD: The target head's rows of the draft vocab, in the dtype of products.
         step_decay: Weight of step k is ``step_decay ** k``.
-        ttt_steps: Steps to unroll; all of the pack's by default.
+        weights: Where products read weights and add gradients; by default the drafter's own parameters, whose
+            ``grad`` autograd sets (``lm_head`` included, when it requires one).
+        num_trained_S: Rows that train at each step over everything that makes one optimizer step, the divisors
+            of the means; this pack's own by default.
         measure: Take the loss values and hits too.
         workspace: Memory to use again; keep one per run.
 
     Returns:
         A scalar whose ``backward`` gives the loss's gradients (its own value is 0), and the values.
     """
-    hidden = unroll(drafter, pack, ttt_steps)
-    weights = [step_decay**k for k in range(len(hidden))]
-    return head_loss(hidden, drafter.lm_head.weight, pack, teacher_WD, weights, measure, workspace)
+    layer = weights.products() if weights else plain_weights(drafter)
+    hidden = unroll(drafter, pack, weights=layer)
+    counts_S = num_trained_S or pack.num_trained
+    scales = [step_decay**k / max(1, counts_S[k]) for k in range(len(hidden))]
+    return head_loss(hidden, layer.head, pack, teacher_WD, scales, measure, workspace)
 
 
 def head_loss(
     hidden: Sequence[torch.Tensor],
-    head_WE: torch.Tensor,
+    head: Weight,
     pack: Pack,
     teacher_WD: torch.Tensor,
-    step_weights: Sequence[float],
+    scales_S: Sequence[float],
     measure: bool,
     workspace: Workspace | None = None,
 ) -> tuple[torch.Tensor, Measured | None]:
-    """Loss of ``unroll``'s outputs with given step weights; see ``ttt_loss``."""
-    hidden_NE = torch.cat(list(hidden))
-    size = max(1, CHUNK_LOGITS // (len(head_WE) * (len(hidden) + 1)) // pack.multiple) * pack.multiple
-    chunks = plan_chunks(pack, step_weights, size, pack.multiple)
-    sums = None
+    """Loss of ``unroll``'s outputs with a given weight of one row of each step; see ``ttt_loss``."""
+    values = None
     if measure:
-        losses_N = hidden_NE.new_zeros(len(hidden_NE), requires_grad=False)
-        sums = Sums(losses_N, torch.zeros_like(losses_N, dtype=torch.bool))
-    total = _HeadLoss.apply(hidden_NE, head_WE, chunks, pack.last_TD, teacher_WD, workspace or Workspace(), sums)
-    return total, _summed(sums, pack, [len(h) for h in hidden]) if sums else None
+        wide = torch.float64 if head.value.dtype == torch.float64 else torch.float32
+        empty = [torch.zeros(len(rows), dtype=wide, device=rows.device) for rows in pack.loss_rows[: len(hidden)]]
+        values = Values(empty, [torch.zeros_like(part, dtype=torch.bool) for part in empty])
+    settings = _Settings(pack, head, teacher_WD.to(head.value.dtype), scales_S, workspace or Workspace())
+    total = _HeadLoss.apply(settings, values, head.value, *hidden)
+    return total, _summed(values, pack) if values else None
 
 
-def _summed(sums: Sums, pack: Pack, num_rows: Sequence[int]) -> Measured:
+def _summed(values: Values, pack: Pack) -> Measured:
     """Per-step sums of per-row values."""
-    trains_RS = pack.trains_RS[:, : len(num_rows)]
-    losses_S = torch.stack([part.sum() for part in sums.losses_N.split(list(num_rows))])
+    S, trains_RS = len(values.losses), pack.trains_RS[:, : len(values.losses)]
     hits_RS = torch.zeros_like(trains_RS)
-    for k, part in enumerate(sums.hits_N.split(list(num_rows))):
-        hits_RS[: len(part), k] = part
+    for k in range(S):
+        hits_RS[pack.loss_rows[k], k] = values.hits[k]
     chain_RS = (trains_RS & hits_RS).int().cumprod(1).bool()
     before_RS = torch.cat([torch.ones_like(trains_RS[:, :1]), chain_RS[:, :-1]], 1)
+    losses_S = torch.stack([part.sum() for part in values.losses])
     num_trained_S = trains_RS.sum(0)
     return Measured(
         losses_S=losses_S / num_trained_S.clamp_min(1),

@@ -1,45 +1,27 @@
-"""The EAGLE-3 drafter: ``fc`` over the aux streams, one Llama-type layer, own norm and head.
+"""The EAGLE-3 drafter's parameters: ``fc`` over the aux streams, one Llama-type layer, own norm and head.
 
-Parameters carry the names of the SGLang export. Weights are float32 masters; the dtype of matrix
-products is chosen around a whole step by ``drafter.precision``. Attention is a function that the
-caller passes in (``drafter.attention`` while training), because the layer itself knows rows only.
+Parameters carry the names of the SGLang export. Weights are float32 masters; what is multiplied with them,
+and in which dtype, is ``weights``; the layer's arithmetic is ``layer``, the unroll over TTT steps ``ttt``.
 
-Letters: R rows (tokens at some step), A aux streams, D target hidden, E drafter hidden, H heads,
-G key-value heads, K head dim, N = (H + 2 G) K, V target vocab, W draft vocab. E equals D: the
-frozen embedding of the target is E wide.
+Letters: A aux streams, D target hidden, E drafter hidden, H heads, G key-value heads, K head dim, V target
+vocab, W draft vocab, R rows. E equals D: the frozen embedding of the target is E wide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from eyas.contracts import DrafterShape
-
-
-class Qkv(NamedTuple):
-    """Queries [R,H,K], keys and values [R,G,K], rotated."""
-
-    q_RHK: torch.Tensor
-    k_RGK: torch.Tensor
-    v_RGK: torch.Tensor
+from eyas.drafter.rope import Rope
 
 
 class RmsNorm(nn.Module):
-    """``weight * x / rms(x)`` in float32."""
+    """Gain of ``weight * x / rms(x)``."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x_RE: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension."""
-        return F.rms_norm(x_RE, self.weight.shape, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -48,21 +30,10 @@ class Attention(nn.Module):
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
         E, K = shape.hidden_size, shape.head_dim
-        self.num_heads, self.num_key_value_heads, self.head_dim = (
-            shape.num_attention_heads,
-            shape.num_key_value_heads,
-            K,
-        )
-        self.q_proj = nn.Linear(2 * E, self.num_heads * K, bias=False)
-        self.k_proj = nn.Linear(2 * E, self.num_key_value_heads * K, bias=False)
-        self.v_proj = nn.Linear(2 * E, self.num_key_value_heads * K, bias=False)
-        self.o_proj = nn.Linear(self.num_heads * K, E, bias=False)
-
-    def weights_NE(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """q, k, v weights stacked, split into the embedding half and the hidden half."""
-        both_NX = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
-        embedding_NE, hidden_NE = both_NX.chunk(2, dim=1)
-        return embedding_NE, hidden_NE
+        self.q_proj = nn.Linear(2 * E, shape.num_attention_heads * K, bias=False)
+        self.k_proj = nn.Linear(2 * E, shape.num_key_value_heads * K, bias=False)
+        self.v_proj = nn.Linear(2 * E, shape.num_key_value_heads * K, bias=False)
+        self.o_proj = nn.Linear(shape.num_attention_heads * K, E, bias=False)
 
 
 class Mlp(nn.Module):
@@ -75,51 +46,18 @@ class Mlp(nn.Module):
         self.up_proj = nn.Linear(E, inner, bias=False)
         self.down_proj = nn.Linear(inner, E, bias=False)
 
-    def forward(self, x_RE: torch.Tensor) -> torch.Tensor:
-        """The gated MLP, row by row."""
-        return self.down_proj(F.silu(self.gate_proj(x_RE)) * self.up_proj(x_RE))
-
 
 class MidLayer(nn.Module):
-    """The one decoder layer; the residual is the raw hidden state, as SGLang computes it."""
+    """The one decoder layer."""
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
-        E, eps = shape.hidden_size, shape.rms_norm_eps
-        self.input_layernorm = RmsNorm(E, eps)
-        self.hidden_norm = RmsNorm(E, eps)
+        E = shape.hidden_size
+        self.input_layernorm = RmsNorm(E)
+        self.hidden_norm = RmsNorm(E)
         self.self_attn = Attention(shape)
-        self.post_attention_layernorm = RmsNorm(E, eps)
+        self.post_attention_layernorm = RmsNorm(E)
         self.mlp = Mlp(shape)
-
-
-class Rope:
-    """Rotary position table in the Llama convention (first half with second half).
-
-    Angles are taken in float64; the table grows to the longest document seen.
-    """
-
-    def __init__(self, shape: DrafterShape) -> None:
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
-        self._inverse_frequencies = shape.rope_theta**-exponents
-        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def __call__(self, positions_R: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines [R,1,K] of positions."""
-        needed = int(positions_R.max()) + 1 if len(positions_R) else 1
-        table = self._table
-        if table is None or len(table[0]) < needed or table[0].dtype != dtype or table[0].device != positions_R.device:
-            angles = torch.arange(1 << (needed - 1).bit_length()).double()[:, None] * self._inverse_frequencies
-            cos, sin = angles.cos(), angles.sin()
-            pair = torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
-            self._table = table = pair[0].to(positions_R.device, dtype), pair[1].to(positions_R.device, dtype)
-        return table[0][positions_R], table[1][positions_R]
-
-
-def rotate(x_RHK: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Turn queries or keys by the angles of their positions."""
-    cos_R1K, sin_R1K = rope
-    return x_RHK * cos_R1K + x_RHK.roll(x_RHK.shape[-1] // 2, -1) * sin_R1K
 
 
 class Drafter(nn.Module):
@@ -138,9 +76,9 @@ class Drafter(nn.Module):
         self.shape = shape
         self.fc = nn.Linear(A * D, E, bias=False)
         if shape.fc_norm:
-            self.fc_norm = nn.ModuleList(RmsNorm(D, shape.rms_norm_eps) for _ in range(A))
+            self.fc_norm = nn.ModuleList(RmsNorm(D) for _ in range(A))
         self.midlayer = MidLayer(shape)
-        self.norm = RmsNorm(E, shape.rms_norm_eps)
+        self.norm = RmsNorm(E)
         self.lm_head = nn.Linear(E, shape.draft_vocab_size, bias=False)
         self.rope = Rope(shape)
         self.embed_tokens = nn.Module()
@@ -158,68 +96,6 @@ class Drafter(nn.Module):
     def target_ids(self, draft_ids_R: torch.Tensor) -> torch.Tensor:
         """Draft ids as ids of the target's vocab."""
         return draft_ids_R + self.d2t[draft_ids_R]
-
-    def fuse(self, aux_RAD: torch.Tensor) -> torch.Tensor:
-        """Step 0's hidden state [R,E] from the aux streams (any float dtype)."""
-        aux_RAD = aux_RAD.to(self.fc.weight.dtype)
-        if self.shape.fc_norm:
-            aux_RAD = torch.stack([norm(aux_RAD[:, a]) for a, norm in enumerate(self.fc_norm)], 1)
-        return self.fc(aux_RAD.flatten(1))
-
-    def embed(self, ids_R: torch.Tensor) -> torch.Tensor:
-        """Normed embedding [R,E] of tokens, as q, k and v read it."""
-        rows_RE = F.embedding(ids_R, self.embed_tokens.weight).to(self.fc.weight.dtype)  # type: ignore[arg-type]
-        return self.midlayer.input_layernorm(rows_RE)
-
-    def project_embeddings(self, ids_R: torch.Tensor, weight_NE: torch.Tensor | None = None) -> torch.Tensor:
-        """The embedding half of q, k and v [R,N]; one token needs it once for all TTT steps.
-
-        Args:
-            ids_R: Tokens.
-            weight_NE: ``weights_NE()[0]``, when the caller has it already.
-        """
-        return F.linear(self.embed(ids_R), self.midlayer.self_attn.weights_NE()[0] if weight_NE is None else weight_NE)
-
-    def project(
-        self,
-        hidden_RE: torch.Tensor,
-        embedded_RN: torch.Tensor,
-        positions_R: torch.Tensor,
-        weight_NE: torch.Tensor | None = None,
-    ) -> Qkv:
-        """Rotated queries, keys and values of rows.
-
-        Args:
-            hidden_RE: Raw hidden states (``fuse``'s, or the last step's output).
-            embedded_RN: ``project_embeddings`` of the token each row reads.
-            positions_R: Positions in the document, shifted by the TTT step.
-            weight_NE: ``weights_NE()[1]``, when the caller has it already.
-        """
-        attention = self.midlayer.self_attn
-        weight_NE = attention.weights_NE()[1] if weight_NE is None else weight_NE
-        normed_RE = self.midlayer.hidden_norm(hidden_RE)
-        both_RN = F.linear(normed_RE, weight_NE) + embedded_RN
-        H, G, K = attention.num_heads, attention.num_key_value_heads, attention.head_dim
-        both_RXK = both_RN.view(-1, H + 2 * G, K)
-        turned_RXK = rotate(both_RXK[:, : H + G], self.rope(positions_R, both_RN.dtype))
-        return Qkv(turned_RXK[:, :H], turned_RXK[:, H:], both_RXK[:, H + G :])
-
-    def layer(self, hidden_RE: torch.Tensor, qkv: Qkv, attend: Callable[[Qkv], torch.Tensor]) -> torch.Tensor:
-        """The decoder layer's raw output [R,E].
-
-        Args:
-            hidden_RE: The same rows that gave ``qkv``; the residual.
-            qkv: From ``project``.
-            attend: Mixes values: gives [R,H,K] for the rows' queries over all keys they may see.
-        """
-        layer = self.midlayer
-        hidden_RE = hidden_RE + layer.self_attn.o_proj(attend(qkv).flatten(1))
-        return hidden_RE + layer.mlp(layer.post_attention_layernorm(hidden_RE))
-
-    def finish(self, output_RE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What ``lm_head`` reads, and the hidden state of the next step (raw, or normed in EAGLE-3.1)."""
-        normed_RE = self.norm(output_RE)
-        return normed_RE, normed_RE if self.shape.norm_output else output_RE
 
     def logits(self, normed_RE: torch.Tensor) -> torch.Tensor:
         """Draft-vocab logits [R,W]."""

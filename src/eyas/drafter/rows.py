@@ -8,19 +8,20 @@ inside the draft vocab. A row must *run* at step j when it trains at any step â‰
 step give step-0 keys and values only.
 
 Letters: T tokens of the pack, R rows that run, S TTT steps, A aux streams, D target hidden, L teachers of a
-document.
+document, U tokens in a list of some of them, X trained rows of a step.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from eyas.drafter.spans import AttentionPlan, Span, plan_attention
 from eyas.errors import DataError, StoreError
 from eyas.rows import StoredRows, stored_rows
 
@@ -45,19 +46,11 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Where a document lies in a pack."""
-
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
 class Pack:
-    """Documents side by side that never see each other, and the rows to run.
+    """Documents side by side that never see each other, the rows to run, and all that a step needs to know.
 
     Rows are sorted by how many steps they run (most first), then by place: step k runs on the first
-    ``num_rows[k]`` of them.
+    ``num_rows[k]`` of them. Everything is planned on the CPU, so that a step on a GPU never waits for it.
     """
 
     ids_T: torch.Tensor
@@ -70,22 +63,72 @@ class Pack:
     """Place t of each row in the pack."""
     num_rows: tuple[int, ...]
     """Rows that run at step k, for every k below S; a multiple of ``pack_documents``' argument."""
-    trains_RS: torch.Tensor
-    """Bool: row trains at step k."""
+    num_trained: tuple[int, ...]
+    """Trained rows per step."""
     num_oov: int
     """(row, step) pairs inside a span that do not train because the teacher's argmax is out of vocab."""
-    multiple: int = 1
+    multiple: int
     """Tokens and rows were filled up to a multiple of this."""
+    num_positions: int
+    """Positions that any row takes at any step."""
+    next_places_T: torch.Tensor
+    """Place of the token that follows each token."""
+    q_tokens_U: torch.Tensor
+    """Places of the tokens that some row reads with a query, at any step."""
+    q_places_SR: torch.Tensor
+    """Index into ``q_tokens_U`` of the token that a row reads at a step; -1 where that row does not matter."""
+    kv_places_SR: torch.Tensor
+    """Place of that token."""
+    attention: tuple[AttentionPlan, ...]
+    """Per step."""
+    teachers_U: torch.Tensor
+    """Places whose ``last`` some trained row takes its target from, rising."""
+    loss_rows: tuple[torch.Tensor, ...]
+    """Per step the rows that train, by rising place."""
+    loss_teachers: tuple[torch.Tensor, ...]
+    """Per step index into ``teachers_U`` of each of them, rising."""
+    host_teachers: tuple[np.ndarray, ...]
+    """The same in host memory, where chunks are cut."""
+    embedding_TE: torch.Tensor | None = None
+    """Embedding of every token, when the table itself stays elsewhere."""
 
     @property
-    def num_trained(self) -> tuple[int, ...]:
-        """Trained rows per step."""
-        return tuple(self.trains_RS.sum(0).tolist())
+    def trains_RS(self) -> torch.Tensor:
+        """Bool: row trains at step k."""
+        trains_RS = torch.zeros(len(self.rows_R), len(self.num_rows), dtype=torch.bool, device=self.rows_R.device)
+        for k, rows in enumerate(self.loss_rows):
+            trains_RS[rows, k] = True
+        return trains_RS
 
-    def to(self, device: str) -> Pack:
+    def q_places(self, step: int) -> torch.Tensor:
+        """``q_places_SR`` of the rows that run at a step."""
+        return self.q_places_SR[step, : self.num_rows[step]]
+
+    def kv_places(self, step: int) -> torch.Tensor:
+        """``kv_places_SR`` of the rows that run at a step."""
+        return self.kv_places_SR[step, : self.num_rows[step]]
+
+    def with_embedding(self, table_VE: torch.Tensor) -> Pack:
+        """The same pack carrying the embedding of its tokens, so that the table need not be on its device."""
+        return dataclasses.replace(self, embedding_TE=table_VE[self.ids_T])
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Pack:
+        """The same pack with a function applied to every tensor (a move, a pin)."""
+        changed: dict[str, Any] = {}
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            if isinstance(value, torch.Tensor):
+                changed[spec.name] = function(value)
+            elif spec.name in ("loss_rows", "loss_teachers"):
+                changed[spec.name] = tuple(function(tensor) for tensor in value)
+        plans: dict[int, AttentionPlan] = {}
+        for plan in self.attention:  # steps of equal rows share one
+            plans.setdefault(id(plan), plan.map(function))
+        return dataclasses.replace(self, **changed, attention=tuple(plans[id(plan)] for plan in self.attention))
+
+    def to(self, device: str, non_blocking: bool = False) -> Pack:
         """The same pack with its tensors on a device."""
-        names = ("ids_T", "aux_TAD", "last_TD", "positions_T", "rows_R", "trains_RS")
-        return dataclasses.replace(self, **{name: getattr(self, name).to(device) for name in names})
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
 
 def rows_to_read(stored: StoredStates) -> StoredRows:
@@ -163,30 +206,105 @@ def pack_documents(documents: Sequence[Document], ttt_steps: int, multiple: int 
     for document in documents:
         _check(document)
     lengths = [document.ids_T.shape[0] for document in documents]
-    ends = torch.tensor(lengths).cumsum(0).tolist()
     chosen = [_trains_TS(document, ttt_steps) for document in documents]
-    trains_TS = torch.cat([trains for trains, _ in chosen])
-    reach_T = (trains_TS * torch.arange(1, ttt_steps + 1)).amax(1)
-    order_T = torch.sort(reach_T, descending=True, stable=True).indices
-    num_needed = [int((reach_T > k).sum()) for k in range(ttt_steps)]
-    num_rows = tuple(_filled(count, multiple) for count in num_needed)
-    T, R = len(order_T), num_needed[0]
-    num_padding = _filled(T + (num_rows[0] > R), multiple) - T
-    rows_R = torch.cat([order_T[:R], torch.full((num_rows[0] - R,), T)])
-    trains_RS = torch.zeros(num_rows[0], ttt_steps, dtype=torch.bool)
-    trains_RS[:R] = trains_TS[order_T[:R]]
-    return Pack(
-        ids_T=_padded([d.ids_T.to(torch.int64) for d in documents], num_padding),
-        aux_TAD=_padded([d.aux_TAD for d in documents], num_padding),
-        last_TD=_padded([d.last_TD for d in documents], num_padding),
-        positions_T=_padded([torch.arange(length) for length in lengths], num_padding),
-        documents=tuple(Span(end - length, end) for length, end in zip(lengths, ends, strict=True)),
-        rows_R=rows_R,
-        num_rows=num_rows,
-        trains_RS=trains_RS,
+    return plan_pack(
+        ids_T=torch.cat([d.ids_T.to(torch.int64) for d in documents]),
+        aux_TAD=[d.aux_TAD for d in documents],
+        last_TD=[d.last_TD for d in documents],
+        lengths=lengths,
+        trains_TS=torch.cat([trains for trains, _ in chosen]),
         num_oov=sum(count for _, count in chosen),
         multiple=multiple,
     )
+
+
+def plan_pack(
+    *,
+    ids_T: torch.Tensor,
+    aux_TAD: Sequence[torch.Tensor],
+    last_TD: Sequence[torch.Tensor],
+    lengths: Sequence[int],
+    trains_TS: torch.Tensor,
+    num_oov: int = 0,
+    multiple: int = 1,
+) -> Pack:
+    """A pack of documents whose trained (row, step) pairs are given; ``pack_documents`` decides them.
+
+    Args:
+        ids_T: Tokens of all documents.
+        aux_TAD: Aux states, document by document.
+        last_TD: Last states, likewise.
+        lengths: Tokens of each document.
+        trains_TS: Bool [T,S].
+        num_oov: For the record.
+        multiple: See ``pack_documents``.
+    """
+    T, S = trains_TS.shape
+    reach_T = (trains_TS * torch.arange(1, S + 1)).amax(1)
+    order_T = torch.sort(reach_T, descending=True, stable=True).indices
+    num_needed = [int((reach_T > k).sum()) for k in range(S)]
+    num_rows = tuple(_filled(count, multiple) for count in num_needed)
+    R = num_needed[0]
+    num_padding = _filled(T + (num_rows[0] > R), multiple) - T
+    rows_R = torch.cat([order_T[:R], torch.full((num_rows[0] - R,), T)])
+    ends = np.cumsum(lengths).tolist()
+    spans = tuple(Span(end - length, end) for length, end in zip(lengths, ends, strict=True))
+    filled = [*spans, Span(T, T + num_padding)] if num_padding else spans
+    plans = {n: plan_attention(rows_R[:n], filled, T + num_padding) for n in set(num_rows)}
+    reads = _plan_reads(rows_R, num_rows, T, T + num_padding)
+    return Pack(
+        ids_T=_padded([ids_T], num_padding),
+        aux_TAD=_padded(aux_TAD, num_padding),
+        last_TD=_padded(last_TD, num_padding),
+        positions_T=_padded([torch.arange(length) for length in lengths], num_padding),
+        documents=spans,
+        rows_R=rows_R,
+        num_rows=num_rows,
+        num_trained=tuple(trains_TS.sum(0).tolist()),
+        num_oov=num_oov,
+        multiple=multiple,
+        num_positions=max([*lengths, num_padding]) + S,
+        next_places_T=torch.arange(1, T + num_padding + 1).clamp_max(T + num_padding - 1),
+        **reads,
+        attention=tuple(plans[n] for n in num_rows),
+        **_plan_loss(order_T[:R], trains_TS),
+    )
+
+
+def _plan_reads(rows_R: torch.Tensor, num_rows: Sequence[int], num_tokens: int, num_filled: int) -> dict[str, Any]:
+    """Which token each row reads at each step; rows that read past the last document read none."""
+    S = len(num_rows)
+    read_SR = rows_R + torch.arange(1, S + 1)[:, None]
+    runs_SR = torch.arange(len(rows_R)) < torch.tensor(num_rows)[:, None]
+    read_SR = torch.where(runs_SR & (read_SR < num_tokens), read_SR, -1)
+    used_T = torch.zeros(num_filled, dtype=torch.bool)
+    used_T[read_SR[read_SR >= 0]] = True
+    used_T[-1] |= not used_T.any()  # never none: an empty product has no shape
+    index_T = used_T.cumsum(0) - 1
+    return {
+        "q_tokens_U": used_T.nonzero()[:, 0],
+        "q_places_SR": torch.where(read_SR >= 0, index_T[read_SR.clamp_min(0)], -1),
+        "kv_places_SR": read_SR,
+    }
+
+
+def _plan_loss(rows_R: torch.Tensor, trains_TS: torch.Tensor) -> dict[str, Any]:
+    """Which rows train at each step, and where in the list of teachers theirs stands."""
+    T, S = trains_TS.shape
+    row_at_T = torch.full((T,), -1)
+    row_at_T[rows_R] = torch.arange(len(rows_R))
+    places = [trains_TS[:, k].nonzero()[:, 0] for k in range(S)]
+    is_teacher_T = torch.zeros(T, dtype=torch.bool)
+    for k, places_X in enumerate(places):
+        is_teacher_T[places_X + k + 1] = True
+    index_T = is_teacher_T.cumsum(0) - 1
+    teachers = tuple(index_T[places_X + k + 1] for k, places_X in enumerate(places))
+    return {
+        "teachers_U": is_teacher_T.nonzero()[:, 0],
+        "loss_rows": tuple(row_at_T[places_X] for places_X in places),
+        "loss_teachers": teachers,
+        "host_teachers": tuple(teachers_X.numpy() for teachers_X in teachers),
+    }
 
 
 def _filled(count: int, multiple: int) -> int:

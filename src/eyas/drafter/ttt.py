@@ -3,19 +3,46 @@
 ``unroll`` gives what ``lm_head`` reads at every step; ``ttt_loss`` trains on it; ``draft_tokens`` is what
 evaluation asks for. All three run on the same rows (see ``drafter.rows``) and the same attention.
 
-Letters: T tokens of the pack, R rows that run, S TTT steps, E drafter hidden.
+Letters: T tokens of the pack, R rows that run, U tokens that queries read, S TTT steps, E drafter hidden, H
+heads, G key-value heads, K head dim.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.autograd.function import once_differentiable
 
-from eyas.drafter.attention import RowAttention
-from eyas.drafter.model import Drafter, Qkv
+from eyas.drafter.attention import Embedded, Keys, attend, rotate_first, rotate_own
+from eyas.drafter.differentiable import norm_linear
+from eyas.drafter.layer import finish_layer, finish_step, fuse, project_embedding
+from eyas.drafter.model import Drafter
+from eyas.drafter.pointwise import Rotation
 from eyas.drafter.rows import Pack
+from eyas.drafter.weights import LayerWeights, plain_weights
 
 
-def unroll(drafter: Drafter, pack: Pack, ttt_steps: int | None = None) -> list[torch.Tensor]:
+class _TakeRows(torch.autograd.Function):
+    """Rows of x; no row is taken twice, but for padding, whose gradient is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TE: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
+        ctx.num_rows = len(x_TE)
+        ctx.save_for_backward(rows_R)
+        return x_TE[rows_R]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RE: torch.Tensor) -> Any:  # type: ignore[override]
+        (rows_R,) = ctx.saved_tensors
+        grad_TE = grad_RE.new_zeros(ctx.num_rows, grad_RE.shape[1])
+        return grad_TE.index_copy_(0, rows_R, grad_RE), None
+
+
+def unroll(
+    drafter: Drafter, pack: Pack, ttt_steps: int | None = None, weights: LayerWeights | None = None
+) -> list[torch.Tensor]:
     """Run the drafter on its own outputs.
 
     At step k the row at place t reads its hidden state (``fc``'s at step 0, then its own last output),
@@ -23,9 +50,10 @@ def unroll(drafter: Drafter, pack: Pack, ttt_steps: int | None = None) -> list[t
     keys of steps 1 … k.
 
     Args:
-        drafter: With the target's embedding set.
+        drafter: With the target's embedding set, unless the pack carries it.
         pack: Documents and rows; its S bounds the steps.
         ttt_steps: Steps to run; all of the pack's by default.
+        weights: What to multiply with; the drafter's own parameters by default.
 
     Returns:
         Per step k what ``lm_head`` reads, [num_rows[k], E], for the first ``num_rows[k]`` of ``pack.rows_R``.
@@ -35,26 +63,43 @@ def unroll(drafter: Drafter, pack: Pack, ttt_steps: int | None = None) -> list[t
     outputs: list[torch.Tensor] = []
     if not num_rows:
         return outputs
-    fused_TE = drafter.fuse(pack.aux_TAD)
-    # the last token of a document is read by no row of it at step 0, and nothing follows it
-    embedding_NE, hidden_NE = (half_NE.contiguous() for half_NE in drafter.midlayer.self_attn.weights_NE())
-    embedded_TN = drafter.project_embeddings(pack.ids_T, embedding_NE)
-    qkv_T = drafter.project(fused_TE, embedded_TN.roll(-1, 0), pack.positions_T, hidden_NE)
-    attention = RowAttention(pack, qkv_T)
-    hidden_RE = fused_TE[pack.rows_R]
-    qkv = Qkv(*(x[pack.rows_R] for x in qkv_T))
+    shape, weights = drafter.shape, weights or plain_weights(drafter)
+    G, K, eps = shape.num_key_value_heads, shape.head_dim, shape.rms_norm_eps
+    fused_TE = fuse(weights, shape, pack.aux_TAD)
+    embedded = _embed(drafter, pack, weights)
+    keys = Keys(pack, (G, K), fused_TE)
+    wide = torch.float64 if fused_TE.dtype == torch.float64 else torch.float32
+    table = drafter.rope.table(pack.num_positions, fused_TE.device, wide)
+    positions_R = pack.positions_T[pack.rows_R]
+    # every token gives step-0 keys and values; only rows that run ask
+    kv_TN, fused_TE = norm_linear(fused_TE, weights.hidden_norm, weights.kv_hidden, eps)
+    hidden_RE = _TakeRows.apply(fused_TE, pack.rows_R)
     for k, count in enumerate(num_rows):
-        rows_R = pack.rows_R[:count]
-        hidden_RE = hidden_RE[:count]
+        rotation = Rotation(*table, positions_R[:count], k)
+        weight = weights.qkv_hidden if k else weights.q_hidden
+        projected_RN, residual_RE = norm_linear(
+            hidden_RE[:count], weights.hidden_norm, weight, eps, shape.norm_before_residual
+        )
+        projected_RXK = projected_RN.unflatten(1, (-1, K))
         if k:
-            positions_R = pack.positions_T[rows_R] + k
-            qkv = drafter.project(
-                hidden_RE, embedded_TN[(rows_R + k + 1).clamp_max(len(pack.ids_T) - 1)], positions_R, hidden_NE
-            )
-        output_RE = drafter.layer(hidden_RE, qkv, lambda own, k=k: attention(own, k))
-        normed_RE, hidden_RE = drafter.finish(output_RE)
+            q_RHK = rotate_own(projected_RXK, embedded, keys, k, rotation)
+        else:
+            rotations = rotation, Rotation(*table, pack.positions_T, 0)
+            q_RHK = rotate_first(projected_RXK, kv_TN.view(-1, 2 * G, K), embedded, keys, rotations)
+        output_RE = finish_layer(weights, shape, residual_RE, attend(q_RHK, keys, k))
+        normed_RE, hidden_RE = finish_step(weights, shape, output_RE)
         outputs.append(normed_RE)
     return outputs
+
+
+def _embed(drafter: Drafter, pack: Pack, weights: LayerWeights) -> Embedded:
+    embedding_TE = pack.embedding_TE
+    if embedding_TE is None:
+        embedding_TE = drafter.embed_tokens.weight[pack.ids_T]  # type: ignore[index]
+    K = drafter.shape.head_dim
+    q_UN = project_embedding(weights, drafter.shape, embedding_TE[pack.q_tokens_U], queries=True)
+    kv_TN = project_embedding(weights, drafter.shape, embedding_TE, queries=False)
+    return Embedded(q_UN.unflatten(1, (-1, K)), kv_TN.unflatten(1, (-1, K)))
 
 
 @torch.no_grad()
@@ -62,5 +107,5 @@ def draft_tokens(drafter: Drafter, pack: Pack) -> torch.Tensor:
     """Greedy draft of every row: target-vocab ids [R,S] of token t+k+2, -1 where the row does not train."""
     ids_RS = torch.full((len(pack.rows_R), len(pack.num_rows)), -1)
     for k, normed_RE in enumerate(unroll(drafter, pack)):
-        ids_RS[: len(normed_RE), k] = drafter.target_ids(drafter.logits(normed_RE).argmax(-1))
-    return ids_RS.masked_fill(~pack.trains_RS, -1)
+        ids_RS[: len(normed_RE), k] = drafter.target_ids(drafter.logits(normed_RE).argmax(-1)).cpu()
+    return ids_RS.masked_fill(~pack.trains_RS.cpu(), -1)

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.contracts import StoredSample
-from eyas.drafter.loss import plan_chunks
 from eyas.drafter.rows import Document, pack_documents, rows_to_read
 from eyas.shards.reader import StoredStates
 
@@ -26,7 +25,6 @@ def test_rows_to_read_are_the_teachers_and_the_keys_of_rows_that_train(mask, ste
         torch.ones(T, dtype=torch.bool),
     )
     pack = pack_documents([Document(stored.input_ids_T, stored.loss_mask_T, states[:, None], states)], steps)
-    chunks = plan_chunks(pack, [1.0] * steps, 1000, 1)
     rows = rows_to_read(stored)
-    assert rows.last_L.tolist() == [p for chunk in chunks for p in chunk.positions_C.tolist()]
+    assert rows.last_L.tolist() == pack.teachers_U.tolist()
     assert rows.num_aux == (int(pack.rows_R.max()) + 1 if len(pack.rows_R) else 0)

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from eyas.contracts import DrafterShape
 from eyas.drafter import loss
 from eyas.drafter.model import Drafter
-from eyas.drafter.rows import Pack, Span
+from eyas.drafter.rows import plan_pack
 from eyas.drafter.teacher import teacher_ids
 from eyas.drafter.ttt import unroll
+from eyas.drafter.weights import Weight
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
@@ -62,19 +63,12 @@ def peer_pack(tensors, drafter, head_VD, steps):
         n = T - k - 1
         trains[:, :n, k] = mask_BT[:, k : k + n] & in_vocab_BT[:, k + 1 :]
     trains = trains.flatten(0, 1)
-    reach = (trains * torch.arange(1, steps + 1)).amax(1)
-    order = torch.sort(reach, descending=True, stable=True).indices
-    rows = order[: int((reach > 0).sum())]
-    return Pack(
+    return plan_pack(
         ids_T=ids_BT.flatten(),
-        aux_TAD=tensors["batch.hidden_state"].view(B * T, 3, -1),
-        last_TD=last_TD,
-        positions_T=torch.arange(T).repeat(B),
-        documents=tuple(Span(b * T, (b + 1) * T) for b in range(B)),
-        rows_R=rows,
-        num_rows=tuple(int((reach > k).sum()) for k in range(steps)),
-        trains_RS=trains[rows],
-        num_oov=0,
+        aux_TAD=[tensors["batch.hidden_state"].view(B * T, 3, -1)],
+        last_TD=[last_TD],
+        lengths=[T] * B,
+        trains_TS=trains,
     )
 
 
@@ -89,8 +83,8 @@ def test_loss_and_gradients_equal_the_peer(case):
     hidden = unroll(drafter, pack)
     num_positions = len(pack.ids_T)
     shares = [count / num_positions for count in pack.num_trained]
-    weights = [decay**k * share for k, share in enumerate(shares)]
-    total, report = loss.head_loss(hidden, drafter.lm_head.weight, pack, head_VD[target_ids], weights, measure=True)
+    scales = [decay**k / num_positions for k in range(steps)]
+    total, report = loss.head_loss(hidden, Weight(drafter.lm_head.weight), pack, head_VD[target_ids], scales, True)
     total.backward()
 
     log_p_TW = torch.log_softmax(pack.last_TD @ head_VD[target_ids].T, -1)

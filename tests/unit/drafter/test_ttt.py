@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.contracts import DrafterShape
-from eyas.drafter import attention, loss
+from eyas.drafter import loss, rows, spans
 from eyas.drafter.loss import ttt_loss
 from eyas.drafter.model import Drafter
 from eyas.drafter.precision import matmul_dtype
 from eyas.drafter.rows import Document, pack_documents, steps_in_span_T
 from eyas.drafter.teacher import teacher_ids
 from eyas.drafter.ttt import draft_tokens, unroll
+from eyas.drafter.weights import Weight
 from eyas.errors import DataError
 
 SHAPE = DrafterShape(
@@ -156,7 +157,7 @@ def test_a_trained_head_equals_the_restatement():
 
 def test_small_chunks_and_blocks_change_nothing(monkeypatch):
     """Case 65: whatever way the attention and the logits are cut, loss and gradients are the same."""
-    monkeypatch.setattr(attention, "BLOCK_SCORES", 1)
+    monkeypatch.setattr(spans, "BLOCK_SCORES", 1)
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 3 * 20)
     agree(make_drafter(train_head=True), make_documents([TWO_SPANS, ENDS_OPEN, [1] * 6]), 3)
 
@@ -167,8 +168,8 @@ def test_attention_of_a_long_document_is_cut_into_bounded_blocks():
     states = torch.zeros(T, 1)
     pack = pack_documents([Document(torch.zeros(T, dtype=torch.int64), torch.ones(T), states[:, None], states)], steps)
     assert heads * T * T * 4 == 34_359_738_368
-    for count in pack.num_rows:
-        blocks = attention.plan_blocks(pack, count, heads)
+    for count, plan in zip(pack.num_rows, pack.attention, strict=True):
+        blocks = plan.blocks(heads)
         assert max(4 * heads * block.hidden_XY.numel() for block in blocks) <= 32 * 2**20
         assert sorted(torch.cat([block.rows_X for block in blocks]).tolist()) == list(range(count))
         for block in blocks:
@@ -196,17 +197,18 @@ def test_leaving_out_a_needed_row_shows(monkeypatch):
     documents = make_documents([TWO_SPANS, ENDS_OPEN])
     head_VD = head_of(drafter)
     pack = packed(drafter, documents, head_VD, 3)
-    late = [r for r in range(len(pack.rows_R)) if not pack.trains_RS[r, 0] and pack.trains_RS[r].any()]
-    assert late, "the case needs a row that only trains at a later step"
+    late = pack.rows_R[~pack.trains_RS[:, 0] & pack.trains_RS.any(1)]
+    assert len(late), "the case needs a row that only trains at a later step"
     teacher_WD = head_VD[torch.arange(20) + D2T_W]
     right = value(drafter, pack, teacher_WD)
-    keep = torch.tensor([r for r in range(len(pack.rows_R)) if r not in late])
-    wrong = dataclasses.replace(
-        pack,
-        rows_R=pack.rows_R[keep],
-        trains_RS=pack.trains_RS[keep],
-        num_rows=tuple(n - sum(r < n for r in late) for n in pack.num_rows),
-    )
+    real = rows.plan_pack
+
+    def wrong_rows(*, trains_TS, **others):
+        trains_TS[late] = False
+        return real(trains_TS=trains_TS, **others)
+
+    monkeypatch.setattr(rows, "plan_pack", wrong_rows)
+    wrong = packed(drafter, documents, head_VD, 3)
     assert abs(value(drafter, wrong, teacher_WD) - right) > 1e-6
 
 
@@ -344,7 +346,7 @@ def test_kl_and_gradient_are_float32_when_products_are_bfloat16():
     step = torch.randint(-1, 2, teacher_RE.shape, generator=generator) * 2.0**-8
     nudged = (teacher_RE * (1 + step)).bfloat16().float().requires_grad_()
     with matmul_dtype("bfloat16"):
-        total, report = loss.head_loss([nudged], W, pack, W, [1.0], measure=True)
+        total, report = loss.head_loss([nudged], Weight(W), pack, W, [1 / len(pack.rows_R)], measure=True)
         total.backward()
     exact = nudged.detach().double().requires_grad_()
     p = (teacher_RE.double() @ W.double().T).softmax(-1)
