@@ -197,15 +197,14 @@ def to_drafter(tensors: dict[str, torch.Tensor], run: PeerRun, setup: Setup) -> 
         RuntimeError: They do not fit.
     """
     vocab = DraftVocab.read(setup.vocab_folder)
-    switches = {"fc_norm": False, "norm_output": False}
-    if "norm_before_residual" in {field.name for field in dataclasses.fields(DrafterShape)}:
-        switches["norm_before_residual"] = bool(run.variant.settings.get("norm_before_residual", False))
-    shape = resolve_shape(
-        dataclasses.replace(setup.params.drafter, **switches),
-        setup.identity,
-        setup.target_folder,
-        len(setup.manifest.boundaries),
-        vocab.draft_vocab_size,
+    plain = dataclasses.replace(
+        setup.params.drafter,
+        fc_norm=False,
+        norm_output=False,
+        norm_before_residual=run.variant.settings.get("norm_before_residual", False),
+    )
+    shape: DrafterShape = resolve_shape(
+        plain, setup.identity, setup.target_folder, len(setup.manifest.boundaries), vocab.draft_vocab_size
     )
     drafter = Drafter(shape)
     drafter.load_state_dict({**tensors, "d2t": vocab.d2t_W, "t2d": vocab.t2d_V})
