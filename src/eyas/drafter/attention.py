@@ -136,7 +136,7 @@ class _RotateOwn(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_q_RHK: torch.Tensor) -> Any:  # type: ignore[override]
         embedded, keys, step, places, rotation = ctx.arguments
-        R, H, K = grad_q_RHK.shape
+        R, H = grad_q_RHK.shape[:2]
         G = keys.own.shape[2] // 2
         grad_kv_RCK = keys.grad_own[step - 1, :R]
         sums = embedded.grad("q", embedded.q_UHK), embedded.grad("kv", embedded.kv_TCK)

@@ -15,6 +15,7 @@ hidden, D target hidden, W draft vocab.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,11 +89,11 @@ class Chunk:
 
 def plan_chunks(pack: Pack, num_steps: int, size: int) -> list[Chunk]:
     """Cut the teachers into chunks of at most ``size``."""
-    edges = list(range(0, len(pack.teachers_U), size)) + [len(pack.teachers_U)]
+    edges = [*range(0, len(pack.teachers_U), size), len(pack.teachers_U)]
     cuts = [np.searchsorted(pack.host_teachers[k], edges).tolist() for k in range(num_steps)]
     return [
         Chunk(first, last, tuple((cut[i], cut[i + 1]) for cut in cuts))
-        for i, (first, last) in enumerate(zip(edges[:-1], edges[1:], strict=True))
+        for i, (first, last) in enumerate(itertools.pairwise(edges))
         if last > first
     ]
 

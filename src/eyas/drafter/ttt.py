@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from eyas.drafter.attention import Embedded, Keys, attend, rotate_first, rotate_own
@@ -103,9 +104,20 @@ def _embed(drafter: Drafter, pack: Pack, weights: LayerWeights) -> Embedded:
 
 
 @torch.no_grad()
-def draft_tokens(drafter: Drafter, pack: Pack) -> torch.Tensor:
-    """Greedy draft of every row: target-vocab ids [R,S] of token t+k+2, -1 where the row does not train."""
+def draft_tokens(drafter: Drafter, pack: Pack, weights: LayerWeights | None = None) -> torch.Tensor:
+    """Greedy draft of every row: target-vocab ids [R,S] of token t+k+2, -1 where the row does not train.
+
+    Args:
+        drafter: See ``unroll``.
+        pack: See ``unroll``.
+        weights: What to multiply with; the drafter's own parameters by default.
+
+    Returns:
+        In host memory.
+    """
+    weights = weights or plain_weights(drafter)
     ids_RS = torch.full((len(pack.rows_R), len(pack.num_rows)), -1)
-    for k, normed_RE in enumerate(unroll(drafter, pack)):
-        ids_RS[: len(normed_RE), k] = drafter.target_ids(drafter.logits(normed_RE).argmax(-1)).cpu()
+    for k, normed_RE in enumerate(unroll(drafter, pack, weights=weights)):
+        draft_ids_R = F.linear(normed_RE, weights.head.value).argmax(-1)
+        ids_RS[: len(normed_RE), k] = drafter.target_ids(draft_ids_R.to(drafter.d2t.device)).cpu()
     return ids_RS.masked_fill(~pack.trains_RS.cpu(), -1)

@@ -98,14 +98,16 @@ def plain_weights(drafter: Drafter) -> LayerWeights:
 class FlatWeights:
     """All trained parameters of a drafter in one flat tensor, and their gradients in another.
 
-    The drafter's parameters become views of ``master_P``: what trains here is what the drafter holds.
+    The drafter's trained parameters become views of ``master_P``: what trains here is what the drafter holds. Its
+    frozen ones, embedding and maps stay where they are, in host memory when training runs on a GPU.
 
     Args:
-        drafter: On its final device. Which parameters train is read off ``requires_grad``.
+        drafter: Which parameters train is read off ``requires_grad``.
         dtype: Of products; the masters' own dtype, or bfloat16 beside float32 masters.
+        device: Where training runs; where the parameters are by default.
     """
 
-    def __init__(self, drafter: Drafter, dtype: torch.dtype) -> None:
+    def __init__(self, drafter: Drafter, dtype: torch.dtype, device: torch.device | str | None = None) -> None:
         named = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
         matrices = [name for name, p in named.items() if p.ndim > 1]
         gains = [name for name, p in named.items() if p.ndim == 1]
@@ -118,7 +120,8 @@ class FlatWeights:
             if name == matrices[-1]:
                 self.num_matrix_values = size
         some = named[matrices[0]]
-        self.master_P = torch.zeros(size, dtype=some.dtype, device=some.device)
+        device = some.device if device is None else device
+        self.master_P = torch.zeros(size, dtype=some.dtype, device=device)
         self.grad_P = torch.zeros_like(self.master_P)
         self._products_P = self.master_P if dtype == some.dtype else torch.zeros_like(self.master_P, dtype=dtype)
         self._drafter, self._places, self._named = drafter, places, named
@@ -130,7 +133,7 @@ class FlatWeights:
                 self.views[name].copy_(parameter)
                 parameter.data = self.views[name]
         self._frozen = {
-            name: Weight(p.detach().to(dtype)) for name, p in drafter.named_parameters() if not p.requires_grad
+            name: Weight(p.detach().to(device, dtype)) for name, p in drafter.named_parameters() if not p.requires_grad
         }
         self.layer = self._layer()
         self.refresh()
@@ -169,6 +172,11 @@ class FlatWeights:
         """Renew the products' copy after the masters changed."""
         if self._products_P is not self.master_P:
             self._products_P.copy_(self.master_P)
+
+    @property
+    def products_P(self) -> torch.Tensor | None:
+        """The copy that products read; None where they read the masters themselves."""
+        return None if self._products_P is self.master_P else self._products_P
 
     def zero_grad(self) -> None:
         """Forget all gradients."""

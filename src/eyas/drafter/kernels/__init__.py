@@ -1,0 +1,1 @@
+"""Triton kernels of the drafter, for CUDA devices; every one has its torch twin where it is called."""

@@ -1,0 +1,258 @@
+"""Attention of TTT rows on a GPU: an interval of shared keys and a few keys of the row's own.
+
+A program takes a block of rows, ordered by place, with all heads of one key-value group: the group's keys are
+loaded once for all of them, and what a row's own keys get as gradient is summed inside the program. Products
+take the inputs' dtype (IEEE for float32) and sum in float32.
+
+Letters: R rows, H heads, G groups, P = H / G heads of a group (filled up to a power of two), K head dim, T
+tokens, C = 2 G, S TTT steps. A line is one head of one row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from eyas.drafter.spans import AttentionPlan
+
+LINES = 128
+"""Lines of a block: heads of a group times rows."""
+KEYS = 64
+LINES_PER_KEYS = 64
+"""Lines at a time where a program owns a block of keys."""
+
+
+@triton.jit
+def _dot(a, b):
+    return tl.dot(a, b, input_precision="ieee" if a.dtype == tl.float32 else "tf32")
+
+
+@triton.jit(do_not_specialize=["step"])
+def _forward(
+    q_ptr, shared_ptr, own_ptr, mixed_ptr, lse_ptr, order_ptr, places_ptr, begins_ptr, R, own_stride, step, scale,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Y: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(1)
+    lines = tl.arange(0, BLOCK_R * BLOCK_P)
+    n, head = tl.program_id(0) * BLOCK_R + lines // BLOCK_P, lines % BLOCK_P
+    exists = n < R
+    valid = exists & (head < P)
+    row = tl.load(order_ptr + n, mask=exists, other=0).to(tl.int64)
+    place = tl.load(places_ptr + n, mask=exists, other=-1)
+    begin = tl.load(begins_ptr + n, mask=exists, other=2147483647)
+    columns = tl.arange(0, BLOCK_K)
+    in_head = columns < K
+    q_at = (row * H + group * P + head)[:, None] * K + columns[None, :]
+    tile = valid[:, None] & in_head[None, :]
+    q = tl.load(q_ptr + q_at, mask=tile, other=0.0)
+    maximum = tl.full([BLOCK_R * BLOCK_P], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_R * BLOCK_P], tl.float32)
+    mixed = tl.zeros([BLOCK_R * BLOCK_P, BLOCK_K], tl.float32)
+    y = tl.arange(0, BLOCK_Y)
+    first, last = tl.min(begin, axis=0), tl.max(place, axis=0) + 1
+    for start in range(first, last, BLOCK_Y):
+        key = start + y
+        key_at = (key.to(tl.int64) * 2 * G + group)[:, None] * K + columns[None, :]
+        in_keys = (key < last)[:, None] & in_head[None, :]
+        keys = tl.load(shared_ptr + key_at, mask=in_keys, other=0.0)
+        scores = _dot(q, tl.trans(keys)) * scale
+        seen = (key[None, :] >= begin[:, None]) & (key[None, :] <= place[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(maximum, tl.max(scores, axis=1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        shares = tl.exp(scores - safe[:, None])
+        rescale = tl.exp(maximum - safe)
+        total = total * rescale + tl.sum(shares, axis=1)
+        values = tl.load(shared_ptr + key_at + G * K, mask=in_keys, other=0.0)
+        mixed = mixed * rescale[:, None] + _dot(shares.to(values.dtype), values)
+        maximum = higher
+    wide_q = q.to(tl.float32)
+    for k in range(0, step):
+        own_at = k * own_stride + (row * 2 * G + group)[:, None] * K + columns[None, :]
+        key = tl.load(own_ptr + own_at, mask=tile, other=0.0).to(tl.float32)
+        score = tl.sum(wide_q * key, axis=1) * scale
+        higher = tl.maximum(maximum, score)
+        share, rescale = tl.exp(score - higher), tl.exp(maximum - higher)
+        value = tl.load(own_ptr + own_at + G * K, mask=tile, other=0.0).to(tl.float32)
+        total = total * rescale + share
+        mixed = mixed * rescale[:, None] + share[:, None] * value
+        maximum = higher
+    mixed = mixed / total[:, None]
+    tl.store(mixed_ptr + q_at, mixed.to(mixed_ptr.dtype.element_ty), mask=tile)
+    tl.store(lse_ptr + row * H + group * P + head, maximum + tl.log(total), mask=valid)
+
+
+@triton.jit(do_not_specialize=["step"])
+def _backward_rows(
+    q_ptr, shared_ptr, own_ptr, mixed_ptr, lse_ptr, grad_ptr, delta_ptr, grad_q_ptr, grad_own_ptr,
+    order_ptr, places_ptr, begins_ptr, R, own_stride, step, scale,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Y: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the queries and of the rows' own keys and values; delta for the other kernel."""
+    group = tl.program_id(1)
+    lines = tl.arange(0, BLOCK_R * BLOCK_P)
+    n, head = tl.program_id(0) * BLOCK_R + lines // BLOCK_P, lines % BLOCK_P
+    exists = n < R
+    valid = exists & (head < P)
+    row = tl.load(order_ptr + n, mask=exists, other=0).to(tl.int64)
+    place = tl.load(places_ptr + n, mask=exists, other=-1)
+    begin = tl.load(begins_ptr + n, mask=exists, other=2147483647)
+    columns = tl.arange(0, BLOCK_K)
+    in_head = columns < K
+    q_at = (row * H + group * P + head)[:, None] * K + columns[None, :]
+    tile = valid[:, None] & in_head[None, :]
+    q = tl.load(q_ptr + q_at, mask=tile, other=0.0)
+    grad = tl.load(grad_ptr + q_at, mask=tile, other=0.0)
+    mixed = tl.load(mixed_ptr + q_at, mask=tile, other=0.0)
+    lse = tl.load(lse_ptr + row * H + group * P + head, mask=valid, other=float("inf"))
+    delta = tl.sum(grad.to(tl.float32) * mixed.to(tl.float32), axis=1)
+    tl.store(delta_ptr + row * H + group * P + head, delta, mask=valid)
+    grad_q = tl.zeros([BLOCK_R * BLOCK_P, BLOCK_K], tl.float32)
+    y = tl.arange(0, BLOCK_Y)
+    first, last = tl.min(begin, axis=0), tl.max(place, axis=0) + 1
+    for start in range(first, last, BLOCK_Y):
+        key = start + y
+        key_at = (key.to(tl.int64) * 2 * G + group)[:, None] * K + columns[None, :]
+        in_keys = (key < last)[:, None] & in_head[None, :]
+        keys = tl.load(shared_ptr + key_at, mask=in_keys, other=0.0)
+        values = tl.load(shared_ptr + key_at + G * K, mask=in_keys, other=0.0)
+        seen = (key[None, :] >= begin[:, None]) & (key[None, :] <= place[:, None])
+        shares = tl.where(seen, tl.exp(_dot(q, tl.trans(keys)) * scale - lse[:, None]), 0.0)
+        grad_scores = shares * (_dot(grad, tl.trans(values)) - delta[:, None])
+        grad_q += _dot(grad_scores.to(keys.dtype), keys)
+    wide_q, wide_grad = q.to(tl.float32), grad.to(tl.float32)
+    rows = tl.arange(0, BLOCK_R)
+    own_n = tl.program_id(0) * BLOCK_R + rows
+    own_row = tl.load(order_ptr + own_n, mask=own_n < R, other=0).to(tl.int64)
+    own_tile = (own_n < R)[:, None] & in_head[None, :]
+    for k in range(0, step):
+        line_at = k * own_stride + (row * 2 * G + group)[:, None] * K + columns[None, :]
+        key = tl.load(own_ptr + line_at, mask=tile, other=0.0).to(tl.float32)
+        value = tl.load(own_ptr + line_at + G * K, mask=tile, other=0.0).to(tl.float32)
+        share = tl.where(valid, tl.exp(tl.sum(wide_q * key, axis=1) * scale - lse), 0.0)
+        grad_score = share * (tl.sum(wide_grad * value, axis=1) - delta) * scale
+        grad_q += grad_score[:, None] * key / scale
+        grad_key = tl.sum(tl.reshape(grad_score[:, None] * wide_q, (BLOCK_R, BLOCK_P, BLOCK_K)), axis=1)
+        grad_value = tl.sum(tl.reshape(share[:, None] * wide_grad, (BLOCK_R, BLOCK_P, BLOCK_K)), axis=1)
+        own_at = k * own_stride + (own_row * 2 * G + group)[:, None] * K + columns[None, :]
+        before = tl.load(grad_own_ptr + own_at, mask=own_tile, other=0.0).to(tl.float32)
+        tl.store(grad_own_ptr + own_at, (before + grad_key).to(grad_own_ptr.dtype.element_ty), mask=own_tile)
+        before = tl.load(grad_own_ptr + own_at + G * K, mask=own_tile, other=0.0).to(tl.float32)
+        after = (before + grad_value).to(grad_own_ptr.dtype.element_ty)
+        tl.store(grad_own_ptr + own_at + G * K, after, mask=own_tile)
+    tl.store(grad_q_ptr + q_at, (grad_q * scale).to(grad_q_ptr.dtype.element_ty), mask=tile)
+
+
+@triton.jit
+def _backward_keys(
+    q_ptr, shared_ptr, lse_ptr, grad_ptr, delta_ptr, grad_shared_ptr, order_ptr, places_ptr, begins_ptr,
+    rows_before_ptr, ends_ptr, T, scale,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Y: tl.constexpr,
+):  # fmt: skip
+    """Adds what the rows give to a block of shared keys and values."""
+    group = tl.program_id(1)
+    start = tl.program_id(0) * BLOCK_Y
+    key = start + tl.arange(0, BLOCK_Y)
+    columns = tl.arange(0, BLOCK_K)
+    in_head = columns < K
+    in_keys = (key < T)[:, None] & in_head[None, :]
+    key_at = (key.to(tl.int64) * 2 * G + group)[:, None] * K + columns[None, :]
+    keys = tl.load(shared_ptr + key_at, mask=in_keys, other=0.0)
+    values = tl.load(shared_ptr + key_at + G * K, mask=in_keys, other=0.0)
+    grad_keys = tl.zeros([BLOCK_Y, BLOCK_K], tl.float32)
+    grad_values = tl.zeros([BLOCK_Y, BLOCK_K], tl.float32)
+    # rows from the first key's place to the end of the last key's document
+    first = tl.load(rows_before_ptr + start)
+    last = tl.load(rows_before_ptr + tl.load(ends_ptr + tl.minimum(start + BLOCK_Y, T) - 1))
+    lines = tl.arange(0, BLOCK_R * BLOCK_P)
+    for block in range(first, last, BLOCK_R):
+        n, head = block + lines // BLOCK_P, lines % BLOCK_P
+        exists = n < last
+        valid = exists & (head < P)
+        row = tl.load(order_ptr + n, mask=exists, other=0).to(tl.int64)
+        place = tl.load(places_ptr + n, mask=exists, other=-1)
+        begin = tl.load(begins_ptr + n, mask=exists, other=2147483647)
+        q_at = (row * H + group * P + head)[:, None] * K + columns[None, :]
+        tile = valid[:, None] & in_head[None, :]
+        q = tl.load(q_ptr + q_at, mask=tile, other=0.0)
+        grad = tl.load(grad_ptr + q_at, mask=tile, other=0.0)
+        lse = tl.load(lse_ptr + row * H + group * P + head, mask=valid, other=float("inf"))
+        delta = tl.load(delta_ptr + row * H + group * P + head, mask=valid, other=0.0)
+        seen = (key[:, None] >= begin[None, :]) & (key[:, None] <= place[None, :])
+        shares = tl.where(seen, tl.exp(_dot(keys, tl.trans(q)) * scale - lse[None, :]), 0.0)
+        grad_values += _dot(shares.to(grad.dtype), grad)
+        grad_scores = shares * (_dot(values, tl.trans(grad)) - delta[None, :])
+        grad_keys += _dot(grad_scores.to(q.dtype), q)
+    before = tl.load(grad_shared_ptr + key_at, mask=in_keys, other=0.0)
+    tl.store(grad_shared_ptr + key_at, before + grad_keys * scale, mask=in_keys)
+    before = tl.load(grad_shared_ptr + key_at + G * K, mask=in_keys, other=0.0)
+    tl.store(grad_shared_ptr + key_at + G * K, before + grad_values, mask=in_keys)
+
+
+def _sizes(H: int, G: int, K: int, lines: int) -> dict[str, int]:
+    block_p = triton.next_power_of_2(H // G)
+    return {
+        "H": H,
+        "G": G,
+        "P": H // G,
+        "K": K,
+        "BLOCK_P": block_p,
+        "BLOCK_R": max(1, lines // block_p),
+        "BLOCK_K": max(16, triton.next_power_of_2(K)),
+        "BLOCK_Y": KEYS,
+    }
+
+
+def attend_forward(
+    q_RHK: torch.Tensor, shared_TCK: torch.Tensor, own_SRCK: torch.Tensor, step: int, plan: AttentionPlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mixed values [R,H,K] and log-sum-exp [R,H] of the rows of one step.
+
+    Args:
+        q_RHK: Rotated queries.
+        shared_TCK: Step-0 keys, then values, of every token.
+        own_SRCK: The rows' own keys and values of steps 1, 2, …; the first ``step`` are read.
+        step: k.
+        plan: Of this step.
+    """
+    R, H, K = q_RHK.shape
+    G = shared_TCK.shape[1] // 2
+    mixed_RHK, lse_RH = torch.empty_like(q_RHK), q_RHK.new_empty(R, H, dtype=torch.float32)
+    sizes = _sizes(H, G, K, LINES)
+    _forward[(triton.cdiv(R, sizes["BLOCK_R"]), G)](
+        q_RHK, shared_TCK, own_SRCK, mixed_RHK, lse_RH, plan.order_R, plan.places_R, plan.begins_R,
+        R, own_SRCK.stride(0), step, K**-0.5, **sizes, num_warps=8, num_stages=2,
+    )  # fmt: skip
+    return mixed_RHK, lse_RH
+
+
+def attend_backward(
+    grad_RHK: torch.Tensor,
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    shared_TCK: torch.Tensor,
+    own_SRCK: torch.Tensor,
+    sums: tuple[torch.Tensor, torch.Tensor],
+    step: int,
+    plan: AttentionPlan,
+) -> torch.Tensor:
+    """Gradient of the queries; keys' and values' are added to ``sums`` (shared float32, own)."""
+    q_RHK, mixed_RHK, lse_RH = saved
+    (R, H, K), (T, C) = q_RHK.shape, shared_TCK.shape[:2]
+    G, grad_RHK = C // 2, grad_RHK.contiguous()
+    grad_q_RHK, delta_RH = torch.empty_like(q_RHK), torch.empty_like(lse_RH)
+    sizes = _sizes(H, G, K, LINES)
+    _backward_rows[(triton.cdiv(R, sizes["BLOCK_R"]), G)](
+        q_RHK, shared_TCK, own_SRCK, mixed_RHK, lse_RH, grad_RHK, delta_RH, grad_q_RHK, sums[1],
+        plan.order_R, plan.places_R, plan.begins_R, R, own_SRCK.stride(0), step, K**-0.5,
+        **sizes, num_warps=8, num_stages=2,
+    )  # fmt: skip
+    sizes = _sizes(H, G, K, LINES_PER_KEYS)
+    _backward_keys[(triton.cdiv(T, KEYS), G)](
+        q_RHK, shared_TCK, lse_RH, grad_RHK, delta_RH, sums[0], plan.order_R, plan.places_R, plan.begins_R,
+        plan.rows_before_X, plan.ends_T, T, K**-0.5, **sizes, num_warps=8, num_stages=2,
+    )  # fmt: skip
+    return grad_q_RHK
