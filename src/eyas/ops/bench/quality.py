@@ -57,6 +57,7 @@ def run(root: Path, num_seeds: int, jobs: int, pythons: Mapping[str, str]) -> di
     seconds = statistics.median(row["seconds"] for row in rows)
     peers = {name: Peer(name, python, setup, seeds, scratch) for name, python in pythons.items()}
     runs, speeds = _plan(setup, peers, seeds, seconds)
+    figures = _write(root, _figures(setup, rows, seconds))
     for peer_run, drafter, facts in train_all(peers, runs, jobs):
         rows.append(
             {
@@ -72,8 +73,13 @@ def run(root: Path, num_seeds: int, jobs: int, pythons: Mapping[str, str]) -> di
                 **setup.judge(drafter),
             }
         )
-    figures = _figures(setup, rows, seconds)
+        figures = _write(root, _figures(setup, rows, seconds))
     shutil.rmtree(scratch, ignore_errors=True)
+    return figures
+
+
+def _write(root: Path, figures: dict[str, Any]) -> dict[str, Any]:
+    """The report as far as it goes, so that a peer's failure loses nothing of the others."""
     fs.write_text(root / REPORT, json.dumps(figures, indent=2, sort_keys=True) + "\n")
     return figures
 

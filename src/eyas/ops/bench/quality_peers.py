@@ -177,17 +177,28 @@ class Peer:
 
 
 def train_all(peers: dict[str, Peer], runs: Sequence[PeerRun], jobs: int) -> Iterable[tuple[PeerRun, Drafter, dict]]:
-    """Train every run, each variant and seed in a process of its own, ``jobs`` of them side by side."""
+    """Train every run, each variant and seed in a process of its own, ``jobs`` of them side by side.
+
+    Raises:
+        EyasError: A process failed; what the others trained was given before.
+    """
     grouped: dict[tuple[str, str, int], list[PeerRun]] = {}
     for run in runs:
         grouped.setdefault((run.variant.peer, run.variant.name, run.seed), []).append(run)
-    groups = list(grouped.values())
+    groups, failed = list(grouped.values()), None
     with ThreadPoolExecutor(jobs) as pool:
         trained = [(group, pool.submit(peers[group[0].variant.peer].train, group)) for group in groups]
         for group, future in trained:
-            for run, (drafter, facts) in zip(group, future.result(), strict=True):
+            try:
+                results = future.result()
+            except EyasError as error:
+                failed = error
+                continue
+            for run, (drafter, facts) in zip(group, results, strict=True):
                 console.log(f"bench: {run.variant.peer}, {run.variant.name}, {run.budget}, seed {run.seed}: trained")
                 yield run, drafter, facts
+    if failed is not None:
+        raise failed
 
 
 def to_drafter(tensors: dict[str, torch.Tensor], run: PeerRun, setup: Setup) -> Drafter:
