@@ -26,6 +26,7 @@ def require(ok: bool, key: str, value: object, expected: str) -> None:
 
 
 DEVICES = ("cpu", "cuda")
+LOSSES = ("kl", "ce", "lk")
 MAX_SEED = 2**63 - 1
 
 
@@ -260,6 +261,13 @@ class TrainConfig:
     the second, ttt_steps after the last. Empty unrolls all from the start."""
     step_decay: float = 0.8
     """Loss weight of step k is step_decay ** k."""
+    loss: str = "kl"
+    """``kl`` to the target's distribution over the draft vocab; ``ce``, cross-entropy to the target's choice; ``lk``,
+    KL while the draft is far off and the share that sampling rejects once it is near."""
+    top_k: int = 0
+    """Of the target's distribution ``kl`` and ``lk`` see the largest logits, this many; 0 shows all."""
+    anchors: int = 0
+    """Most rows of a sample that train, thrown anew in each epoch; 0 trains every row of an answer."""
     batch_tokens: int = 512
     """Tokens of one pack; documents stay whole and never see each other."""
     packs_per_step: int = 1
@@ -276,7 +284,13 @@ class TrainConfig:
     ema_decay: float = 0.0
     """Decay of an average of the weights, which is then what is validated and published; 0 has none."""
     train_head: bool = False
-    """Train ``lm_head``; False keeps the target's rows, which is faster and as good."""
+    """Train ``lm_head``; False keeps the rows it starts with (the target's, or a warm start's), which is faster and
+    as good."""
+    warm_start: str = ""
+    """Folder of an EAGLE-3 checkpoint to start from, relative to the repository: SGLang's form, speculators', or an
+    earlier models/drafter. Empty starts from the target."""
+    warm_start_sha256: str = ""
+    """Its content hash, which training checks and prints: DVC sees a changed start by it."""
     dtype: str = "bfloat16"
     """Dtype of matrix products; weights, softmax and loss are float32."""
     device: str = "cpu"
@@ -303,6 +317,12 @@ class TrainConfig:
             require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "1 or more")
         require(self.lr > 0, "train.lr", self.lr, "more than 0")
         require(0 < self.step_decay <= 1, "train.step_decay", self.step_decay, "more than 0, at most 1")
+        require(self.loss in LOSSES, "train.loss", self.loss, "kl, ce or lk")
+        for key in ("top_k", "anchors"):
+            require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), "0 or more")
+        require(
+            self.loss != "ce" or not self.top_k, "train.top_k", self.top_k, "0: loss ce sees the target's choice alone"
+        )
         shares = list(self.curriculum)
         rising = sorted(shares) == shares and all(0 < s < 1 for s in shares)
         require(rising, "train.curriculum", shares, "rising shares between 0 and 1")
@@ -328,6 +348,12 @@ class TrainConfig:
         require(0 <= self.min_lr_share <= 1, "train.min_lr_share", self.min_lr_share, "a share")
         require(self.dtype in ("bfloat16", "float32"), "train.dtype", self.dtype, "bfloat16 or float32")
         require(self.device in DEVICES, "train.device", self.device, "cpu or cuda")
+        inside = not self.warm_start.startswith(("/", "~")) and ".." not in self.warm_start.split("/")
+        require(inside, "train.warm_start", self.warm_start, "a folder of the repository, relative to it")
+        digits = "[0-9a-f]{64}" if self.warm_start else ""
+        named = not self.warm_start_sha256 or re.fullmatch(digits, self.warm_start_sha256) is not None
+        expected = "64 hex digits; empty without train.warm_start"
+        require(named, "train.warm_start_sha256", self.warm_start_sha256, expected)
         require_seed("train.seed", self.seed)
 
 

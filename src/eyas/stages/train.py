@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas import config, console, fs
+from eyas.config.schema import TrainConfig
 from eyas.contracts import CheckpointMeta, ShardManifest, TargetIdentity
 from eyas.shards.reader import ShardReader
 from eyas.stages import common
@@ -44,16 +45,17 @@ def main(argv: Sequence[str]) -> None:
             return
         with common.stage_run("train", [target, draft_vocab, manifest_path], [output]) as run:
             meta, outcome = train(inputs, RUNS_ROOT, output, metrics, world)
-            run.num_tokens, run.facts = outcome.num_tokens, _facts(outcome, world.size)
+            run.num_tokens, run.facts = outcome.num_tokens, _facts(outcome, world.size, params.train)
     _show(meta, outcome, metrics, output)
 
 
-def _facts(outcome: Outcome, num_processes: int) -> dict[str, Any]:
+def _facts(outcome: Outcome, num_processes: int, settings: TrainConfig) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "num_epochs": round(outcome.num_epochs, 2),
         "resumed_at": outcome.resumed_at,
         "num_trained_rows": outcome.num_trained_rows,
         "damaged_samples": outcome.damaged,
+        "warm_start": settings.warm_start,
         "num_processes": num_processes,
         "cores": len(os.sched_getaffinity(0)),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from eyas.batches.loader import Reader, training_samples
+from eyas.drafter.anchors import anchor_key
 from eyas.drafter.judged import UNKNOWN, target_argmax
 from eyas.drafter.rows import Document, Pack, pack_documents, rows_to_read
 from eyas.errors import DataError, StoreError, TrainError
@@ -49,33 +50,43 @@ class Packer:
         head_VD: The target's head, float32, on the training device.
         t2d_V: Bool, target ids in the draft vocab.
         embedding_VE: The target's embedding, on the host; packs for another device carry their rows of it.
+        anchors: Most rows of a sample that train, see ``drafter.anchors``; 0 trains all.
+        seed: Of the anchors.
     """
 
-    def __init__(self, head_VD: torch.Tensor, t2d_V: torch.Tensor, embedding_VE: torch.Tensor) -> None:
+    def __init__(
+        self, head_VD: torch.Tensor, t2d_V: torch.Tensor, embedding_VE: torch.Tensor, anchors: int = 0, seed: int = 0
+    ) -> None:
         self._head_VD, self._t2d_V, self._embedding_VE = head_VD, t2d_V.cpu(), embedding_VE
-        self._all_known = bool(t2d_V.all())
+        self._all_known, self._anchors, self._seed = bool(t2d_V.all()), anchors, seed
         self._in_vocab: dict[str, torch.Tensor] = {}
 
-    def __call__(self, documents: Sequence[StoredStates], ttt_steps: int, mask_oov: bool = True) -> Pack:
+    def __call__(
+        self, documents: Sequence[StoredStates], ttt_steps: int, step: int | None = None, mask_oov: bool = True
+    ) -> Pack:
         """Pack whole documents for ``ttt_steps`` steps, in host memory, pinned when the device is a GPU.
 
         Args:
             documents: Checked with ``check_states``.
             ttt_steps: S.
+            step: Optimizer step that trains on them, which decides the anchors; None takes every row.
             mask_oov: Rows whose teacher's argmax is out of vocab do not train.
         """
-        pack = pack_documents([self._document(stored, mask_oov) for stored in documents], ttt_steps, FILL_MULTIPLE)
+        anchors = 0 if step is None else self._anchors
+        whole = [self._document(stored, step, mask_oov) for stored in documents]
+        pack = pack_documents(whole, ttt_steps, FILL_MULTIPLE, anchors)
         if self._head_VD.is_cuda:
             pack = pack.with_embedding(self._embedding_VE).map(torch.Tensor.pin_memory)
         return pack
 
-    def _document(self, stored: StoredStates, mask_oov: bool) -> Document:
+    def _document(self, stored: StoredStates, step: int | None, mask_oov: bool) -> Document:
         return Document(
             ids_T=stored.input_ids_T,
             mask_T=stored.loss_mask_T,
             aux_TAD=stored.aux_TAD,
             last_TD=stored.last_TD,
             in_vocab_T=self._known(stored) if mask_oov and not self._all_known else None,
+            anchor_key="" if step is None else anchor_key(self._seed, step, stored.sample.sample_id),
         )
 
     def _known(self, stored: StoredStates) -> torch.Tensor:

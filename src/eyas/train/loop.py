@@ -25,6 +25,7 @@ from eyas.config.schema import TrainConfig
 from eyas.drafter.init import draft_head
 from eyas.drafter.loss import Measured, Workspace, ttt_loss
 from eyas.drafter.model import Drafter
+from eyas.drafter.objective import Objective
 from eyas.drafter.precision import matmul_dtype
 from eyas.drafter.weights import FlatWeights
 from eyas.train.checkpoint import Best, MetricRow, RunFolder, RunState, by_parameter
@@ -92,7 +93,14 @@ class Trainer:
         self.weights = FlatWeights(self.drafter, product_dtype)
         world.send_first_(self.weights.master_P)
         self._optimizer = Optimizer(self.weights, config, world)
-        self._packer = Packer(head_VD, drafter.t2d, drafter.embed_tokens.weight)  # type: ignore[arg-type]
+        self._packer = Packer(
+            head_VD,
+            drafter.t2d,
+            drafter.embed_tokens.weight,  # type: ignore[arg-type]
+            config.anchors,
+            config.seed,
+        )
+        self._objective = Objective(config.loss, config.top_k)
         self._placer, self._workspace = Placer(world.device), Workspace()
         self._window, self._pending = Window(), Pending()
         self._step, self._cursor, self._num_trained_rows, self._num_tokens = 0, Cursor(), 0, 0
@@ -249,12 +257,13 @@ class Trainer:
                 num_trained_S=data.num_trained_S,
                 measure=measure,
                 workspace=self._workspace,
+                objective=self._objective,
             )
             total.backward()
             measured += [values] if values else []
         self._optimizer.step(self._step, self._rate(self._step))
         if measure:
-            self._pending.add(measured, data.num_oov)
+            self._pending.add(measured, (data.num_oov, data.num_in_span))
         self._step += 1
         self._cursor = data.after
         self._num_trained_rows += sum(data.num_trained_S)

@@ -19,22 +19,24 @@ DIGITS = 6
 SUMS = ("losses", "trained", "hits", "chained", "chain_hits")
 StepSums = dict[str, list[float]]
 """Per name of ``SUMS`` one value per TTT step, of one optimizer step."""
+Pairs = tuple[int, int]
+"""(row, step) pairs of one optimizer step that are out of vocab, and all that lie in a span."""
 
 
 class Pending:
     """Measured packs of this rank whose values are still on the device: reading them would make the host wait."""
 
     def __init__(self) -> None:
-        self._steps: list[tuple[list[Measured], int]] = []
+        self._steps: list[tuple[list[Measured], Pairs]] = []
 
-    def add(self, measured: list[Measured], num_oov: int) -> None:
-        """Keep the packs of one measured step; ``num_oov`` is of all ranks."""
-        self._steps.append((measured, num_oov))
+    def add(self, measured: list[Measured], pairs: Pairs) -> None:
+        """Keep the packs of one measured step; ``pairs`` are of all ranks."""
+        self._steps.append((measured, pairs))
 
-    def take(self) -> list[tuple[StepSums, int]]:
+    def take(self) -> list[tuple[StepSums, Pairs]]:
         """Sums of every step kept, in order; then none is kept."""
         steps, self._steps = self._steps, []
-        return [(_sums_of(packs), num_oov) for packs, num_oov in steps]
+        return [(_sums_of(packs), pairs) for packs, pairs in steps]
 
 
 def _sums_of(packs: Sequence[Measured]) -> StepSums:
@@ -64,7 +66,7 @@ class Window:
         self._sums: dict[str, dict[str, float]] = {name: {} for name in SUMS}
         self._sums["pairs"] = {"oov": 0, "all": 0}
 
-    def add(self, ranks: Sequence[StepSums], num_oov: int) -> None:
+    def add(self, ranks: Sequence[StepSums], pairs: Pairs) -> None:
         """Count one measured step: what each rank has of it, in the order of ranks."""
         whole: StepSums = {name: [] for name in SUMS}
         for sums in ranks:
@@ -72,8 +74,8 @@ class Window:
         for name in SUMS:
             for k, value in enumerate(whole[name]):
                 self._sums[name][str(k)] = self._sums[name].get(str(k), 0) + value
-        self._sums["pairs"]["oov"] += num_oov
-        self._sums["pairs"]["all"] += num_oov + sum(whole["trained"])
+        self._sums["pairs"]["oov"] += pairs[0]
+        self._sums["pairs"]["all"] += pairs[1]
 
     def values(self) -> dict[str, float]:
         """Mean loss, accuracy, conditional and joint acceptance per step; share of OOV pairs."""

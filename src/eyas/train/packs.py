@@ -40,6 +40,7 @@ class StepData:
     """The first of them, already on its way to the device."""
     num_trained_S: tuple[int, ...]
     num_oov: int
+    num_in_span: int
     num_tokens: int
     after: Cursor
     damaged: tuple[tuple[str, str], ...]
@@ -109,6 +110,7 @@ class _Told:
 
     num_trained_S: tuple[int, ...]
     num_oov: int
+    num_in_span: int
     num_tokens: int
     damaged: tuple[tuple[str, str], ...]
     stop: bool
@@ -178,7 +180,7 @@ class StepSource:
                 found |= self._damage(batch)
                 after = batch.planned.after
                 if batch.documents:
-                    packs.append(self._packer(batch.documents, S))
+                    packs.append(self._packer(batch.documents, S, self._step))
                     num_tokens += packs[-1].documents[-1].end
                 if batch.planned.ends_step:
                     break
@@ -198,6 +200,7 @@ class StepSource:
             first=self._placer(own[0]) if own else None,
             num_trained_S=num_trained_S,
             num_oov=sum(one.num_oov for one in told),
+            num_in_span=sum(one.num_in_span for one in told),
             num_tokens=sum(one.num_tokens for one in told),
             after=after,
             damaged=news,
@@ -229,6 +232,7 @@ class StepSource:
         own = _Told(
             num_trained_S=tuple(sum(pack.num_trained[k] for pack in packs) for k in range(S)),
             num_oov=sum(pack.num_oov for pack in packs),
+            num_in_span=sum(pack.num_in_span for pack in packs),
             num_tokens=num_tokens,
             damaged=tuple(found.items()),
             stop=self._stop(),

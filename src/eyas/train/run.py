@@ -6,12 +6,14 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from eyas import console
 from eyas.batches.loader import Reader
 from eyas.canonical import digest
 from eyas.config.schema import DrafterConfig, TrainConfig
 from eyas.contracts import CheckpointMeta, DrafterShape, ShardManifest, TargetIdentity
 from eyas.drafter.init import init_drafter, resolve_shape
 from eyas.drafter.model import Drafter
+from eyas.drafter.warm_start import adopt_shape, load_weights
 from eyas.errors import TrainError
 from eyas.fs import disk_errors, hash_file, volume_lock
 from eyas.target.load import TargetEnds, read_ends
@@ -20,10 +22,11 @@ from eyas.train.checkpoint import RunFolder, publish_drafter
 from eyas.train.data import calibration_slice
 from eyas.train.distributed import World
 from eyas.train.loop import Outcome, Trainer
+from eyas.train.warm_start import read_warm_start
 
 LOCK_NAME = "train.lock"
-NOT_DECIDING = ("checkpoint_every", "max_damaged_samples")
-"""Keys of ``train`` that cannot change the result."""
+NOT_DECIDING = ("checkpoint_every", "max_damaged_samples", "warm_start")
+"""Keys of ``train`` that cannot change the result: a warm start counts by its content, not by its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,19 @@ class Inputs:
 
 def new_drafter(inputs: Inputs, ends: TargetEnds, vocab: DraftVocab) -> Drafter:
     """The drafter before its first step, the same for the same inputs."""
-    num_aux = len(inputs.manifest.boundaries)
-    shape = resolve_shape(inputs.drafter_config, inputs.identity, inputs.target_folder, num_aux, vocab.draft_vocab_size)
-    return init_drafter(shape, ends, vocab.d2t_W, vocab.t2d_V, calibration_slice(inputs.reader), inputs.config.seed)
+    boundaries, W = inputs.manifest.boundaries, vocab.draft_vocab_size
+    shape = resolve_shape(inputs.drafter_config, inputs.identity, inputs.target_folder, len(boundaries), W)
+    checkpoint = read_warm_start(inputs.config, inputs.identity, boundaries)
+    shape = shape if checkpoint is None else adopt_shape(shape, checkpoint)
+    calibration_TAD, seed = calibration_slice(inputs.reader), inputs.config.seed
+    drafter = init_drafter(shape, ends, vocab.d2t_W, vocab.t2d_V, calibration_TAD, seed)
+    if checkpoint is not None:
+        known = load_weights(drafter, checkpoint)
+        console.log(
+            f"warm start from {inputs.config.warm_start} ({checkpoint.facts.form}): {known:,} of {W:,} head rows are "
+            f"its own, {W - known:,} the target's"
+        )
+    return drafter
 
 
 def target_ends(inputs: Inputs) -> TargetEnds:
@@ -123,4 +136,5 @@ def _meta(inputs: Inputs, shape: DrafterShape, outcome: Outcome) -> CheckpointMe
         seed=inputs.config.seed,
         revision=inputs.config.revision,
         files=(),
+        warm_start=inputs.config.warm_start_sha256,
     )
