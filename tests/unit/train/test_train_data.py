@@ -9,6 +9,7 @@ import weakref
 import pytest
 import train_world as world
 from test_train import StoppedError, stop_at
+from test_train_distributed import assert_same_training
 
 from eyas import fs
 from eyas.batches.loader import READ_AHEAD
@@ -63,7 +64,7 @@ def test_damaged_samples_are_left_out_named_and_change_nothing_else(tmp_path, ca
     damaged, less = tmp_path / "damaged", tmp_path / "less"
     _, outcome = world.run(damaged, world.make_inputs(damaged, reader=DamagedReader(**DAMAGE), max_damaged_samples=4))
     world.run(less, world.make_inputs(less, reader=LessReader((1, 3, 8, 12)), max_damaged_samples=4))
-    assert world.result_bytes(damaged) == world.result_bytes(less)
+    assert_same_training(damaged, less)  # not to the bit: documents beside others share the blocks of a product
     assert {int(name, 16) for name in outcome.damaged} == {1, 3, 8, 12}
     assert "checksum 1" in outcome.damaged[f"{3:016x}"]
     assert capsys.readouterr().err.count("train: left out sample") == 4
