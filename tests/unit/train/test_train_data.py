@@ -7,6 +7,7 @@ import time
 import weakref
 
 import pytest
+import torch
 import train_world as world
 from test_train import StoppedError, stop_at
 from test_train_distributed import assert_same_training
@@ -15,6 +16,7 @@ from eyas import fs
 from eyas.batches.loader import READ_AHEAD
 from eyas.errors import DataError, StoreError, TrainError
 from eyas.train import loop
+from eyas.train.data import check_states
 from eyas.train.packs import made_ahead
 
 
@@ -57,6 +59,19 @@ DAMAGE = {"broken": (3, 8), "nan": (12,), "short": (1,)}
 def test_one_damaged_sample_is_fatal_unless_allowed(tmp_path, damage, reason):
     with pytest.raises(StoreError, match=f"sample {3:016x}: {reason}"):
         world.run(tmp_path, world.make_inputs(tmp_path, reader=DamagedReader(**damage)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -float("nan")])
+@pytest.mark.parametrize("name", ["aux_TAD", "last_TD"])
+def test_what_is_no_number_is_found_and_large_numbers_are_not(value, name):
+    states = world.MemoryReader().read(f"{0:016x}")
+    tensor = getattr(states, name).clone()
+    tensor[5] = torch.finfo(torch.bfloat16).max
+    tensor[6], tensor[7] = -torch.finfo(torch.bfloat16).max, -0.0
+    check_states(dataclasses.replace(states, **{name: tensor}))
+    tensor[4, ..., 2] = value
+    with pytest.raises(StoreError, match=f"row 4 of {name.split('_')[0]} holds NaN or infinity"):
+        check_states(dataclasses.replace(states, **{name: tensor}))
 
 
 def test_damaged_samples_are_left_out_named_and_change_nothing_else(tmp_path, capsys):
