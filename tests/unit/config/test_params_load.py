@@ -72,8 +72,8 @@ CASES = {
         "",
     ),
     "seed beyond 64 bits": (
-        "  log_every: 50\n  seed: 0",
-        "  log_every: 50\n  seed: 9223372036854775808",
+        "  max_damaged_samples: 0\n  seed: 0",
+        "  max_damaged_samples: 0\n  seed: 9223372036854775808",
         "train.seed: 9223372036854775808, expected less than 2**63",
         "",
     ),
