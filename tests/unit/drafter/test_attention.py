@@ -76,7 +76,7 @@ def theirs(backend, pack, queries, shared_TCK, own, grads):
 
 
 @pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=["eager", "flash"])
-@pytest.mark.parametrize("tile", [(1, 1), (2, 3), (5, 4), (128, 128)])
+@pytest.mark.parametrize("tile", [(1, 1), (4, 8), (128, 128)])
 @pytest.mark.parametrize("multiple", [1, 8])
 def test_every_path_gives_the_same_values_and_gradients(monkeypatch, backend, tile, multiple):
     """Case 65: in tiles of any size, by torch's eager and flash attention over an explicit mask."""
