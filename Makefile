@@ -52,7 +52,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary doctor verify repair \
-	budget generations retire keep gc-plan gc adopt train-from export-states import-states bench-store bench-gc \
+	budget generations retire keep gc-plan gc adopt train-from export-states import-states bench-store bench-gc bench-train \
 	check test test-slow lock clean
 
 help: ## List the targets
@@ -127,6 +127,8 @@ bench-store: $(READY) ## The store on the extracted states: bytes, speeds, kills
 	eyas bench corruption
 bench-gc: $(READY) ## A gc on this volume: promised and measured bytes, a plan over 80,000 objects; reports/bench/gc.json
 	eyas bench gc
+bench-train: $(READY) ## The trainer beside other trainers on this CPU: speed, memory, loss; reports/bench/train.json; ARGS='--peers none'
+	eyas bench train $(ARGS)
 
 ##@ Exchange
 adopt: $(READY) ## Another program's folder under DVC, hashed once and linked: DIR= ENGINE=vllm (FORMAT= NOTE= NAME=)

@@ -1,21 +1,24 @@
 """Reading batches ahead of the trainer.
 
-    shards → reading threads (checksums and codec, document by document) → batches in order
+    shards → reading threads (checksums, codec and check, document by document) → batches in order
 
 Memory is bounded by the batches in flight, ``READ_AHEAD`` of them and the one in use, whatever the number of
-threads; the set of states is never held.
+threads; the set of states is never held. A document that cannot be read does not stop the batches: it is named
+in its batch, and whoever trains decides.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from eyas import config
-from eyas.batches.order import BatchOrder, Cursor
+from eyas.batches.order import BatchOrder, Cursor, PlannedBatch, pack_order
+from eyas.errors import DataError, EyasError, StoreError
 
 if TYPE_CHECKING:
     from eyas.contracts import StoredSample
@@ -42,23 +45,35 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Damaged:
+    """A sample that cannot be read, and why."""
+
+    sample_id: str
+    error: EyasError
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """Whole documents and the cursor that goes on after them."""
+    """Whole documents of one pack."""
 
     documents: tuple[StoredStates, ...]
-    after: Cursor
+    damaged: tuple[Damaged, ...]
+    """Documents that belong here and cannot be read, in the order of the batch."""
+    planned: PlannedBatch
 
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
     """A batch whose documents are being read."""
 
-    documents: tuple[Future[StoredStates], ...]
-    after: Cursor
+    documents: tuple[Future[StoredStates | Damaged], ...]
+    planned: PlannedBatch
 
     def finished(self) -> Batch:
-        """Wait for every document; the first that failed, in the batch's order, raises its error."""
-        return Batch(tuple(document.result() for document in self.documents), self.after)
+        """Wait for every document."""
+        found = [document.result() for document in self.documents]
+        damaged = tuple(document for document in found if isinstance(document, Damaged))
+        return Batch(tuple(d for d in found if not isinstance(d, Damaged)), damaged, self.planned)
 
 
 def training_samples(reader: Reader) -> list[StoredSample]:
@@ -75,14 +90,31 @@ def num_read_threads() -> int:
     return config.knob("EYAS_READ_THREADS", min(config.cores(), 8))
 
 
+def order_of(reader: Reader, samples: Sequence[StoredSample], batch_tokens: int, seed: int) -> BatchOrder:
+    """The order in which some samples of a reader are trained on."""
+    ids, lengths = [s.sample_id for s in samples], [s.num_tokens for s in samples]
+    return BatchOrder(ids, [reader.shard_of(i) for i in ids], lengths, batch_tokens, seed)
+
+
+def plan_once(
+    samples: Sequence[StoredSample], batch_tokens: int, rank: int = 0, num_ranks: int = 1
+) -> Iterator[PlannedBatch]:
+    """Every sample once, in the given order, cut into packs that are dealt to ranks one after another."""
+    lengths = [sample.num_tokens for sample in samples]
+    packs = pack_order(range(len(samples)), lengths, batch_tokens)
+    for number, indices in enumerate(packs):
+        if number % num_ranks == rank:
+            yield PlannedBatch(tuple(samples[i].sample_id for i in indices), True, Cursor(0, number + 1))
+
+
 class BatchLoader:
-    """Batches of the training split without end, read ahead in threads.
+    """Planned batches, read ahead in threads.
 
     Args:
         reader: Thread-safe access to the states.
-        batch_tokens: Most tokens of a batch of several documents.
-        seed: Of the order.
-        cursor: Where to start.
+        plan: What to read, with an end or without.
+        check: Called with every document in the thread that read it; a ``StoreError`` or ``DataError`` of it means
+            that the document is damaged.
 
     Use as a context manager and iterate inside it: leaving it ends the threads, after the documents they are at.
 
@@ -90,22 +122,11 @@ class BatchLoader:
         ConfigError: ``EYAS_READ_THREADS`` is no number from 1.
     """
 
-    def __init__(self, reader: Reader, batch_tokens: int, seed: int, cursor: Cursor = Cursor()) -> None:  # noqa: B008 - frozen
-        self._reader = reader
-        self._samples = training_samples(reader)
-        ids, lengths = [s.sample_id for s in self._samples], [s.num_tokens for s in self._samples]
-        self._order = BatchOrder(ids, [reader.shard_of(i) for i in ids], lengths, batch_tokens, seed)
-        self._cursor = cursor
+    def __init__(
+        self, reader: Reader, plan: Iterator[PlannedBatch], check: Callable[[StoredStates], None] | None = None
+    ) -> None:
+        self._reader, self._plan, self._check = reader, plan, check
         self._pool = ThreadPoolExecutor(num_read_threads(), thread_name_prefix="eyas-read-ahead")
-
-    @property
-    def num_samples(self) -> int:
-        """Training documents."""
-        return len(self._samples)
-
-    def batches_per_epoch(self, epoch: int = 0) -> int:
-        """Batches of one epoch; epochs differ a little, because packing follows the shuffle."""
-        return len(self._order.epoch(epoch))
 
     def __enter__(self) -> BatchLoader:
         return self
@@ -114,15 +135,22 @@ class BatchLoader:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches from the cursor on; an error of a document is raised at the batch it belongs to."""
-        plan = self._order(self._cursor)
-        reading = deque(self._start(*next(plan)) for _ in range(READ_AHEAD))
-        while True:
+        """Batches of the plan in order."""
+        reading = deque(self._start(planned) for planned in itertools.islice(self._plan, READ_AHEAD))
+        while reading:
             batch = reading.popleft().finished()
-            reading.append(self._start(*next(plan)))  # read while the trainer works
+            reading.extend(self._start(planned) for planned in itertools.islice(self._plan, 1))  # while others work
             yield batch
             del batch  # or it would stay in memory while the next one is awaited
 
-    def _start(self, after: Cursor, indices: Sequence[int]) -> _Reading:
-        ids = [self._samples[i].sample_id for i in indices]
-        return _Reading(tuple(self._pool.submit(self._reader.read, sample_id) for sample_id in ids), after)
+    def _start(self, planned: PlannedBatch) -> _Reading:
+        return _Reading(tuple(self._pool.submit(self._read, name) for name in planned.sample_ids), planned)
+
+    def _read(self, sample_id: str) -> StoredStates | Damaged:
+        try:
+            states = self._reader.read(sample_id)
+            if self._check is not None:
+                self._check(states)
+        except (StoreError, DataError) as error:
+            return Damaged(sample_id, error)
+        return states

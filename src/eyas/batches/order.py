@@ -8,6 +8,7 @@ Needs the index only, never the states: 100,000 samples are ordered in a fractio
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -90,6 +91,30 @@ def pack_order(order: Sequence[int], lengths: Sequence[int], batch_tokens: int) 
     return batches
 
 
+def deal(num_tokens: Sequence[int], num_ranks: int) -> list[int]:
+    """Rank of each pack of one optimizer step: the longest first, each to the rank with the fewest tokens so far.
+
+    Every rank gets a pack when there are as many packs as ranks; equal tokens go to the lower rank.
+    """
+    ranks, loads = [0] * len(num_tokens), [(0, 0, rank) for rank in range(num_ranks)]
+    for pack in sorted(range(len(num_tokens)), key=lambda pack: (-num_tokens[pack], pack)):
+        tokens, packs, rank = min(loads)
+        ranks[pack] = rank
+        loads[rank] = (tokens + num_tokens[pack], packs + 1, rank)
+    return ranks
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBatch:
+    """One pack that a rank reads."""
+
+    sample_ids: tuple[str, ...]
+    ends_step: bool
+    """It is the rank's last pack of its optimizer step."""
+    after: Cursor
+    """Where the data goes on after that step."""
+
+
 class BatchOrder:
     """All batches of all epochs, from any cursor on.
 
@@ -111,6 +136,18 @@ class BatchOrder:
         """Batches of one epoch: every document exactly once."""
         order = shuffled_by_shard(self._sample_ids, self._shards, self._seed, epoch)
         return pack_order(order, self._lengths, self._batch_tokens)
+
+    def plan(
+        self, cursor: Cursor, packs_per_step: int = 1, rank: int = 0, num_ranks: int = 1
+    ) -> Iterator[PlannedBatch]:
+        """The packs of one rank without end; ``packs_per_step`` packs in a row make one step of all ranks."""
+        packs = self(cursor)
+        while True:
+            step = list(itertools.islice(packs, packs_per_step))
+            ranks = deal([sum(self._lengths[i] for i in indices) for _, indices in step], num_ranks)
+            own = [indices for (_, indices), owner in zip(step, ranks, strict=True) if owner == rank]
+            for number, indices in enumerate(own):
+                yield PlannedBatch(tuple(self._sample_ids[i] for i in indices), number + 1 == len(own), step[-1][0])
 
     def __call__(self, cursor: Cursor) -> Iterator[tuple[Cursor, tuple[int, ...]]]:
         """(cursor after the batch, document indices) without end."""

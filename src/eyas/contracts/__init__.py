@@ -38,6 +38,7 @@ from eyas.contracts.drafter import (
     DecodeCheck,
     DrafterShape,
     ExportMeta,
+    RopeScaling,
     SetAcceptance,
 )
 
@@ -63,6 +64,7 @@ __all__ = [
     "LastRows",
     "PlannedSample",
     "PlannedShard",
+    "RopeScaling",
     "SetAcceptance",
     "ShardEntry",
     "ShardManifest",

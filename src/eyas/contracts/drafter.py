@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from eyas.contracts.data import SCHEMA_VERSION, FileDigest
+
+RopeScaling = tuple[tuple[str, Any], ...]
+"""``rope_type`` and its numbers as (key, value) pairs sorted by key, in transformers' spelling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,8 @@ class DrafterShape:
     """One RMSNorm per aux stream before ``fc`` (EAGLE-3.1)."""
     norm_output: bool
     """The normed output feeds the next step (EAGLE-3.1) instead of the raw one."""
+    rope_scaling: RopeScaling | None = None
+    """None is the plain type."""
     norm_before_residual: bool = False
     """The layer's residual is the normed hidden state, as some trainers have it; SGLang knows the raw one only."""
 
@@ -46,6 +52,8 @@ class CheckpointMeta:
     seed: int
     revision: int
     files: tuple[FileDigest, ...]
+    warm_start: str = ""
+    """Content hash of the checkpoint that the first weights are from; empty when they are the target's."""
     schema_version: int = SCHEMA_VERSION
 
 

@@ -16,20 +16,26 @@ from typing import Any
 
 import torch
 
+from eyas import console
 from eyas.config.schema import DrafterConfig
-from eyas.contracts import DrafterShape, TargetIdentity
+from eyas.contracts import DrafterShape, RopeScaling, TargetIdentity
 from eyas.drafter.model import Drafter
+from eyas.drafter.rope import RopeTypeError, read_rope, read_theta
 from eyas.errors import ConfigError, TargetError
 from eyas.target.load import TargetEnds
 
 FC_SCALE, TOP_STREAM_IDENTITY, OUTPUT_SCALE = 0.5, 0.05, 0.3
-ROPE_THETA, RMS_NORM_EPS = 10_000.0, 1e-6  # transformers' defaults for keys that a config.json leaves out
+RMS_NORM_EPS = 1e-6  # transformers' default for a config.json that leaves it out
 
 
 def resolve_shape(
     config: DrafterConfig, identity: TargetIdentity, target_folder: Path, num_aux: int, draft_vocab_size: int
 ) -> DrafterShape:
     """The drafter's sizes; zeros in the parameters become the target's own value.
+
+    Rotary positions are the target's too: theta and, for Llama-type targets, the scaling (public drafters do the
+    same). A target with latent attention (MLA) scales for heads of another kind, so its drafter takes theta alone;
+    so does one whose type a drafter cannot have, which is logged.
 
     Args:
         config: ``drafter`` section.
@@ -70,7 +76,8 @@ def resolve_shape(
         vocab_size=identity.vocab_size,
         draft_vocab_size=draft_vocab_size,
         rms_norm_eps=float(facts.get("rms_norm_eps", RMS_NORM_EPS)),
-        rope_theta=_rope_theta(facts),
+        rope_theta=read_theta(facts),
+        rope_scaling=None if latent else _rope_scaling(facts),
         max_position_embeddings=identity.max_position_embeddings,
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,
@@ -88,10 +95,12 @@ def _text_config(folder: Path) -> dict[str, Any]:
     return facts.get("text_config") or facts
 
 
-def _rope_theta(facts: dict[str, Any]) -> float:
-    # transformers 5 nests it; older files have it at the top level
-    nested = facts.get("rope_parameters") or {}
-    return float(nested.get("rope_theta") or facts.get("rope_theta") or ROPE_THETA)
+def _rope_scaling(facts: dict[str, Any]) -> RopeScaling | None:
+    try:
+        return read_rope(facts)[1]
+    except RopeTypeError as error:
+        console.log(f"drafter: plain rotary positions with the target's theta: {error.message}")
+        return None
 
 
 def _check(shape: DrafterShape) -> None:

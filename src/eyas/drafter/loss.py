@@ -1,12 +1,12 @@
 """Fused head and loss over all TTT steps: logits exist for one chunk of teacher positions at a time.
 
-    L_k = sum over the rows that train at step k of KL(target || draft), both over the draft vocab
+    L_k = sum over the rows that train at step k of their loss (``objective``: KL(target || draft) by default)
           / number of such rows (of this pack, or of all packs that make one optimizer step)
     loss = sum over k of decay^k L_k                                       (weights are not normalised)
 
 Row t at step k has its teacher at position u = t+k+1, so the steps share the teacher: a chunk of
 positions u takes its distribution once, for the rows of all steps that read it. The gradient of the hidden
-states is made in the same pass, so nothing of width W outlives a chunk. Softmax, log-softmax, KL and their
+states is made in the same pass, so nothing of width W outlives a chunk. Softmax, log-softmax, losses and their
 gradients are float32 (float64 when the model is), also where products are bfloat16.
 
 Letters: R rows of a step, C teacher positions of a chunk, S steps, X pairs (row, step) of a chunk, E drafter
@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from eyas.drafter.differentiable import add_weight_gradient
 from eyas.drafter.model import Drafter
+from eyas.drafter.objective import KL, Objective, entropy
 from eyas.drafter.precision import reduced_dtype
 from eyas.drafter.rows import Pack
 from eyas.drafter.ttt import unroll
@@ -145,6 +145,7 @@ class _Settings:
     scales_S: Sequence[float]
     """Weight of one row of a step in the loss."""
     workspace: Workspace
+    objective: Objective
 
     def chunk_size(self, num_steps: int) -> int:
         """Teacher positions at a time."""
@@ -159,6 +160,8 @@ def _product_out(x_XE: torch.Tensor, weight_WE: torch.Tensor, out_XW: torch.Tens
     """``x W^T`` in the dtype of ``out_XW``, which is float32 also for bfloat16 inputs."""
     if x_XE.dtype == out_XW.dtype:
         torch.mm(x_XE, weight_WE.t(), out=out_XW)
+    elif not out_XW.is_cuda:
+        out_XW.copy_(F.linear(x_XE, weight_WE))
     else:
         torch.mm(x_XE, weight_WE.t(), out_dtype=out_XW.dtype, out=out_XW)
 
@@ -194,7 +197,7 @@ def _chunk_gradients(
     found = [(values.losses[k][a:b], values.hits[k][a:b]) for k, (a, b) in enumerate(chunk.pairs)] if values else None
     product_dtype = reduced_dtype() or dtype
     grad_XW = workspace.take("gradient", filled_X, W, head_WE, product_dtype) if product_dtype != wide else logits_XW
-    gradient_of_logits(teacher_CW[:C], logits_XW, parts, found, grad_XW)
+    gradient_of_logits(teacher_CW[:C], logits_XW, parts, found, grad_XW, settings.objective)
     grad_XW[X:] = 0
     grad_XE = (grad_XW @ head_WE.to(product_dtype)).to(hidden[0].dtype)
     scale_X1 = hidden[0].new_zeros(filled_X, 1)
@@ -226,8 +229,9 @@ def gradient_of_logits(
     parts: Sequence[Part],
     found: Sequence[tuple[torch.Tensor, torch.Tensor]] | None,
     grad_XW: torch.Tensor,
+    objective: Objective = KL,
 ) -> None:
-    """Gradient of KL(target || draft) by the logits of every pair, q - p, before its weight.
+    """Gradient of every pair's loss by the draft's logits, before its weight.
 
     Args:
         teacher_CW: Logits of the target over the draft vocab; destroyed.
@@ -235,38 +239,40 @@ def gradient_of_logits(
         parts: Which pair belongs to which teacher.
         found: Per step, where value and hit of its pairs go.
         grad_XW: Result; may be ``logits_XW`` itself. Rows of no pair are left as finite numbers.
+        objective: What a pair's loss is. All but ``lk`` are a KL, for which there is a kernel on a GPU.
     """
-    if logits_XW.is_cuda:
+    objective.restrict_(teacher_CW)
+    if logits_XW.is_cuda and objective.kind != "lk":
         from eyas.drafter.kernels.divergence import divergence
 
         divergence(teacher_CW, logits_XW, parts, found, grad_XW)
         return
+    p_CW = torch.softmax(teacher_CW, -1, out=teacher_CW)
     if found is not None:
-        _measure(teacher_CW, logits_XW, parts, found)
-    torch.softmax(teacher_CW, -1, out=teacher_CW)
+        _measure(objective, p_CW, logits_XW, parts, found)
     torch.softmax(logits_XW, -1, out=logits_XW)
     for part in parts:
         q_YW = logits_XW[part.at]
         # most steps have one row for every teacher of the chunk, in the same order
-        q_YW.sub_(teacher_CW if len(q_YW) == len(teacher_CW) else teacher_CW[part.teachers])
+        objective.gradient_(p_CW if len(q_YW) == len(p_CW) else p_CW[part.teachers], q_YW)
     if grad_XW is not logits_XW:
         grad_XW.copy_(logits_XW)
 
 
 def _measure(
-    teacher_CW: torch.Tensor,
+    objective: Objective,
+    p_CW: torch.Tensor,
     logits_XW: torch.Tensor,
     parts: Sequence[Part],
     found: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
-    """KL and hit of every pair of a chunk."""
-    log_p_CW = F.log_softmax(teacher_CW, -1)
-    p_CW, best_C = log_p_CW.exp(), log_p_CW.argmax(-1)
-    entropy_C = torch.linalg.vecdot(p_CW, log_p_CW)
+    """Loss and hit of every pair of a chunk."""
+    best_C, entropy_C = p_CW.argmax(-1), entropy(p_CW)
     for part, (losses, hits) in zip(parts, found, strict=True):
-        log_q_YW = F.log_softmax(logits_XW[part.at], -1)
-        losses.copy_(entropy_C[part.teachers] - torch.linalg.vecdot(p_CW[part.teachers], log_q_YW))
-        hits.copy_(log_q_YW.argmax(-1) == best_C[part.teachers])
+        logits_YW = logits_XW[part.at]
+        p_YW = p_CW if len(logits_YW) == len(p_CW) else p_CW[part.teachers]
+        losses.copy_(objective.values(p_YW, entropy_C[part.teachers], logits_YW))
+        hits.copy_(logits_YW.argmax(-1) == best_C[part.teachers])
 
 
 def ttt_loss(
@@ -279,6 +285,7 @@ def ttt_loss(
     num_trained_S: Sequence[int] | None = None,
     measure: bool = True,
     workspace: Workspace | None = None,
+    objective: Objective = KL,
 ) -> tuple[torch.Tensor, Measured | None]:
     """Unroll a pack and make its loss.
 
@@ -293,6 +300,7 @@ def ttt_loss(
             of the means; this pack's own by default.
         measure: Take the loss values and hits too.
         workspace: Memory to use again; keep one per run.
+        objective: What a row's loss is.
 
     Returns:
         A scalar whose ``backward`` gives the loss's gradients (its own value is 0), and the values.
@@ -301,7 +309,7 @@ def ttt_loss(
     hidden = unroll(drafter, pack, weights=layer)
     counts_S = num_trained_S or pack.num_trained
     scales = [step_decay**k / max(1, counts_S[k]) for k in range(len(hidden))]
-    return head_loss(hidden, layer.head, pack, teacher_WD, scales, measure, workspace)
+    return head_loss(hidden, layer.head, pack, teacher_WD, scales, measure, workspace, objective)
 
 
 def head_loss(
@@ -312,6 +320,7 @@ def head_loss(
     scales_S: Sequence[float],
     measure: bool,
     workspace: Workspace | None = None,
+    objective: Objective = KL,
 ) -> tuple[torch.Tensor, Measured | None]:
     """Loss of ``unroll``'s outputs with a given weight of one row of each step; see ``ttt_loss``."""
     values = None
@@ -319,7 +328,8 @@ def head_loss(
         wide = torch.float64 if head.value.dtype == torch.float64 else torch.float32
         empty = [torch.zeros(len(rows), dtype=wide, device=rows.device) for rows in pack.loss_rows[: len(hidden)]]
         values = Values(empty, [torch.zeros_like(part, dtype=torch.bool) for part in empty])
-    settings = _Settings(pack, head, teacher_WD.to(head.value.dtype), scales_S, workspace or Workspace())
+    teacher_WD = teacher_WD.to(head.value.dtype)
+    settings = _Settings(pack, head, teacher_WD, scales_S, workspace or Workspace(), objective)
     total = _HeadLoss.apply(settings, values, head.value, *hidden)
     return total, _summed(values, pack) if values else None
 

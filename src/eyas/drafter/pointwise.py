@@ -102,9 +102,14 @@ def rotate(x_RXK: torch.Tensor, rotation: Rotation, inverse: bool = False) -> to
 
 
 def add_and_rotate(
-    hidden_RXK: torch.Tensor, embedded_TXK: torch.Tensor, places_R: torch.Tensor, rotation: Rotation, num_turned: int
+    hidden_RXK: torch.Tensor,
+    embedded_TXK: torch.Tensor,
+    places_R: torch.Tensor,
+    rotation: Rotation,
+    num_turned: int,
+    out_RXK: torch.Tensor,
 ) -> torch.Tensor:
-    """``hidden + embedded[places]`` with the first ``num_turned`` heads rotated; a new [R,X,K].
+    """``hidden + embedded[places]`` with the first ``num_turned`` heads rotated.
 
     Args:
         hidden_RXK: The hidden half of the projection.
@@ -112,12 +117,14 @@ def add_and_rotate(
         places_R: Which of them each row reads; -1 reads zeros.
         rotation: Angles.
         num_turned: Queries and keys turn, values do not.
+        out_RXK: Result; heads lie side by side, rows may lie apart. Returned.
     """
     if _on_gpu(hidden_RXK):
         from eyas.drafter.kernels.rotary import rotate_forward
 
-        return rotate_forward(hidden_RXK, embedded_TXK, places_R, rotation, num_turned)
-    both_RXK = hidden_RXK + embedded_TXK[places_R]  # -1 reads the last token: a row that trains nothing
+        return rotate_forward(hidden_RXK, embedded_TXK, places_R, rotation, num_turned, out_RXK)
+    # -1 reads the last token: a row that trains nothing
+    both_RXK = torch.add(hidden_RXK, embedded_TXK[places_R], out=out_RXK)
     if num_turned:
         both_RXK[:, :num_turned] = rotate(both_RXK[:, :num_turned], rotation)
     return both_RXK
@@ -129,14 +136,16 @@ def add_and_rotate_backward(
     rotation: Rotation,
     num_turned: int,
     grad_embedded_TXK: torch.Tensor,
+    out_RXK: torch.Tensor,
 ) -> torch.Tensor:
-    """Gradient of ``hidden``; the same is added to ``grad_embedded_TXK`` at ``places_R``."""
+    """Gradient of ``hidden`` into ``out_RXK``; the same is added to ``grad_embedded_TXK`` at ``places_R``."""
     if _on_gpu(grad_RXK):
         from eyas.drafter.kernels.rotary import rotate_backward
 
-        return rotate_backward(grad_RXK, places_R, rotation, num_turned, grad_embedded_TXK)
-    back_RXK = grad_RXK.clone()
+        return rotate_backward(grad_RXK, places_R, rotation, num_turned, grad_embedded_TXK, out_RXK)
+    back_RXK = out_RXK.copy_(grad_RXK)
     if num_turned:
         back_RXK[:, :num_turned] = rotate(grad_RXK[:, :num_turned], rotation, inverse=True)
-    grad_embedded_TXK.index_add_(0, places_R.clamp_min(0), back_RXK * (places_R >= 0)[:, None, None])
+    read_RXK = (back_RXK * (places_R >= 0)[:, None, None]).to(grad_embedded_TXK.dtype)
+    grad_embedded_TXK.index_add_(0, places_R.clamp_min(0), read_RXK)
     return back_RXK

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from eyas.drafter.anchors import anchored_TS
 from eyas.drafter.spans import AttentionPlan, Span, plan_attention
 from eyas.errors import DataError, StoreError
 from eyas.rows import StoredRows, stored_rows
@@ -35,7 +36,7 @@ class Document:
 
     Shapes: ids_T, mask_T any integer dtype; aux_TAD, last_TD any float dtype. in_vocab_T bool: the
     teacher's argmax at this position is inside the draft vocab; None when OOV rows are not masked
-    (evaluation).
+    (evaluation). anchor_key decides which rows are anchors, see ``drafter.anchors``.
     """
 
     ids_T: torch.Tensor
@@ -43,6 +44,7 @@ class Document:
     aux_TAD: torch.Tensor
     last_TD: torch.Tensor
     in_vocab_T: torch.Tensor | None = None
+    anchor_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class Pack:
     """Trained rows per step."""
     num_oov: int
     """(row, step) pairs inside a span that do not train because the teacher's argmax is out of vocab."""
+    num_in_span: int
+    """All pairs inside a span. Both are facts of the documents: whether a row is an anchor does not matter."""
     multiple: int
     """Tokens and rows were filled up to a multiple of this."""
     num_positions: int
@@ -172,14 +176,23 @@ def steps_in_span_T(mask_T: torch.Tensor) -> torch.Tensor:
     return (run_T - 1).clamp_min(0)
 
 
-def _trains_TS(document: Document, ttt_steps: int) -> tuple[torch.Tensor, int]:
+def _trains_TS(document: Document, ttt_steps: int, anchors: int) -> tuple[torch.Tensor, int, int]:
+    """Which rows train at which steps; pairs out of vocab; all pairs inside a span."""
     inside_TS = torch.arange(ttt_steps) < steps_in_span_T(document.mask_T)[:, None]
-    if document.in_vocab_T is None:
-        return inside_TS, 0
-    T = inside_TS.shape[0]
-    known_X = torch.cat([document.in_vocab_T.bool(), torch.zeros(ttt_steps, dtype=torch.bool)])
-    trains_TS = inside_TS & known_X[torch.arange(T)[:, None] + torch.arange(ttt_steps) + 1]
-    return trains_TS, int(inside_TS.sum() - trains_TS.sum())
+    trains_TS = inside_TS
+    if document.in_vocab_T is not None:
+        T = inside_TS.shape[0]
+        known_X = torch.cat([document.in_vocab_T.bool(), torch.zeros(ttt_steps, dtype=torch.bool)])
+        trains_TS = inside_TS & known_X[torch.arange(T)[:, None] + torch.arange(ttt_steps) + 1]
+    num_in_span, num_dense = int(inside_TS.sum()), int(trains_TS.sum())
+    if anchors:
+        trains_TS = anchored_TS(trains_TS, anchors, document.anchor_key)
+    return trains_TS, num_in_span - num_dense, num_in_span
+
+
+def steps_to_run_T(trains_TS: torch.Tensor) -> torch.Tensor:
+    """Steps that each row runs: up to the last at which it trains, whether it trains before or not."""
+    return (trains_TS * torch.arange(1, trains_TS.shape[1] + 1)).amax(1)
 
 
 def _check(document: Document) -> None:
@@ -190,7 +203,7 @@ def _check(document: Document) -> None:
             raise DataError(f"{name} has shape {tuple(tensor.shape)}, expected {T} tokens as in ids_T")
 
 
-def pack_documents(documents: Sequence[Document], ttt_steps: int, multiple: int = 1) -> Pack:
+def pack_documents(documents: Sequence[Document], ttt_steps: int, multiple: int = 1, anchors: int = 0) -> Pack:
     """Lay documents side by side and order the rows that run.
 
     Args:
@@ -199,6 +212,7 @@ def pack_documents(documents: Sequence[Document], ttt_steps: int, multiple: int 
         multiple: Tokens and the rows of each step are filled up to a multiple of this, with padding that no
             document sees and rows that do not train. A matrix product of a new size costs its library
             milliseconds and megabytes to prepare, so a trainer wants few sizes.
+        anchors: Most rows of a document that train, see ``drafter.anchors``; 0 trains all.
 
     Raises:
         DataError: A document's tensors disagree in length or rank.
@@ -206,14 +220,15 @@ def pack_documents(documents: Sequence[Document], ttt_steps: int, multiple: int 
     for document in documents:
         _check(document)
     lengths = [document.ids_T.shape[0] for document in documents]
-    chosen = [_trains_TS(document, ttt_steps) for document in documents]
+    chosen = [_trains_TS(document, ttt_steps, anchors) for document in documents]
     return plan_pack(
         ids_T=torch.cat([d.ids_T.to(torch.int64) for d in documents]),
         aux_TAD=[d.aux_TAD for d in documents],
         last_TD=[d.last_TD for d in documents],
         lengths=lengths,
-        trains_TS=torch.cat([trains for trains, _ in chosen]),
-        num_oov=sum(count for _, count in chosen),
+        trains_TS=torch.cat([trains for trains, _, _ in chosen]),
+        num_oov=sum(num_oov for _, num_oov, _ in chosen),
+        num_in_span=sum(num_in_span for _, _, num_in_span in chosen),
         multiple=multiple,
     )
 
@@ -226,6 +241,7 @@ def plan_pack(
     lengths: Sequence[int],
     trains_TS: torch.Tensor,
     num_oov: int = 0,
+    num_in_span: int = 0,
     multiple: int = 1,
 ) -> Pack:
     """A pack of documents whose trained (row, step) pairs are given; ``pack_documents`` decides them.
@@ -237,10 +253,11 @@ def plan_pack(
         lengths: Tokens of each document.
         trains_TS: Bool [T,S].
         num_oov: For the record.
+        num_in_span: Likewise.
         multiple: See ``pack_documents``.
     """
     T, S = trains_TS.shape
-    reach_T = (trains_TS * torch.arange(1, S + 1)).amax(1)
+    reach_T = steps_to_run_T(trains_TS)
     order_T = torch.sort(reach_T, descending=True, stable=True).indices
     num_needed = [int((reach_T > k).sum()) for k in range(S)]
     num_rows = tuple(_filled(count, multiple) for count in num_needed)
@@ -262,6 +279,7 @@ def plan_pack(
         num_rows=num_rows,
         num_trained=tuple(trains_TS.sum(0).tolist()),
         num_oov=num_oov,
+        num_in_span=num_in_span,
         multiple=multiple,
         num_positions=max([*lengths, num_padding]) + S,
         next_places_T=torch.arange(1, T + num_padding + 1).clamp_max(T + num_padding - 1),

@@ -2,19 +2,20 @@
 
 Planned on the CPU when a pack is made, so that a step on a GPU waits for nothing.
 
-Letters: T tokens of the pack, R rows that run at the step, X rows of one block, Y keys of one block.
+Letters: T tokens of the pack, R rows that run at the step, X rows of one tile, Y keys of one tile.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
-BLOCK_SCORES = 1 << 23
-"""Scores per block (32 MiB in float32) where torch computes them; long documents are cut into more blocks."""
+TILE_ROWS, TILE_KEYS = 128, 128
+"""Where torch computes the scores: a tile of all heads of a group stays in a core's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +27,13 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Rows of one document and the keys they may see."""
+class Tile:
+    """One tile of keys that a tile of rows looks at."""
 
-    rows_X: torch.Tensor
-    """Indices of the rows among those that run at this step, by rising place."""
-    start: int
-    end: int
-    """Keys ``start … end - 1`` of the pack."""
-    hidden_XY: torch.Tensor
-    """Bool: the key lies after the row."""
+    keys: int
+    """Keys ``TILE_KEYS * keys …`` of the pack."""
+    hidden_XY: torch.Tensor | None
+    """Bool: this row may not see this key; None when all see all."""
 
 
 @dataclass(slots=True)
@@ -51,32 +49,38 @@ class AttentionPlan:
     """[T+1]: rows whose place is below t."""
     ends_T: torch.Tensor
     """End of each token's document."""
-    spans: tuple[Span, ...]
-    _blocks: dict[int, list[Block]] = field(default_factory=dict)
+    _tiles: list[list[Tile]] | None = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> AttentionPlan:
         """The same plan with a function applied to every tensor (a move, a pin)."""
         names = ("order_R", "places_R", "begins_R", "rows_before_X", "ends_T")
-        return dataclasses.replace(self, **{name: function(getattr(self, name)) for name in names}, _blocks={})
+        return dataclasses.replace(self, **{name: function(getattr(self, name)) for name in names}, _tiles=None)
 
-    def blocks(self, num_heads: int) -> list[Block]:
-        """Blocks of at most ``BLOCK_SCORES`` scores, document by document."""
-        if num_heads not in self._blocks:
-            self._blocks[num_heads] = self._cut(num_heads)
-        return self._blocks[num_heads]
+    def tiles(self) -> list[list[Tile]]:
+        """Per ``TILE_ROWS`` rows by rising place, the tiles of keys that some of them see; for torch's attention."""
+        if self._tiles is None:
+            edges = range(0, len(self.places_R), TILE_ROWS)
+            self._tiles = [
+                self._row(*(x_R[a : a + TILE_ROWS] for x_R in (self.begins_R, self.places_R))) for a in edges
+            ]
+        return self._tiles
 
-    def _cut(self, num_heads: int) -> list[Block]:
-        places_R, order_R, blocks, first = self.places_R.long(), self.order_R.long(), [], 0
-        for span in self.spans:
-            last = int(self.rows_before_X[span.end])
-            size = max(1, BLOCK_SCORES // (num_heads * (span.end - span.start)))
-            for a in range(first, last, size):
-                places_X = places_R[a : min(a + size, last)]
-                end = int(places_X[-1]) + 1
-                hidden_XY = torch.arange(span.start, end, device=places_X.device) > places_X[:, None]
-                blocks.append(Block(order_R[a : min(a + size, last)], span.start, end, hidden_XY))
-            first = last
-        return blocks
+    def _row(self, begins_X: torch.Tensor, places_X: torch.Tensor) -> list[Tile]:
+        # rows that fill the last tile up see nothing
+        fill = TILE_ROWS - len(places_X)
+        first_X1, last_X1 = F.pad(begins_X, (0, fill))[:, None], F.pad(places_X, (0, fill), value=-1)[:, None]
+        (begin, last_begin), (first_place, end) = begins_X[[0, -1]].tolist(), places_X[[0, -1]].tolist()
+        tiles = []
+        for number in range(begin // TILE_KEYS, end // TILE_KEYS + 1):
+            first, last = number * TILE_KEYS, (number + 1) * TILE_KEYS
+            if not fill and last_begin <= first and last <= first_place + 1:
+                tiles.append(Tile(number, None))
+                continue
+            keys_Y = torch.arange(first, last)
+            hidden_XY = (keys_Y < first_X1) | (keys_Y > last_X1)
+            if not bool(hidden_XY.all()):
+                tiles.append(Tile(number, hidden_XY))
+        return tiles
 
 
 def plan_attention(rows_R: torch.Tensor, spans: Sequence[Span], num_tokens: int) -> AttentionPlan:
@@ -97,5 +101,4 @@ def plan_attention(rows_R: torch.Tensor, spans: Sequence[Span], num_tokens: int)
         begins_R=begins_T[places_R].int(),
         rows_before_X=torch.searchsorted(places_R, torch.arange(num_tokens + 1)).int(),
         ends_T=ends_T.int(),
-        spans=tuple(spans),
     )

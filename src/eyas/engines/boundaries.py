@@ -51,6 +51,18 @@ def layer_ids(boundaries: Sequence[int], spelling: Spelling, *, model_type: str,
     return tuple(b - 1 for b in listed)
 
 
+def boundaries_of(ids: Sequence[int], spelling: Spelling, *, model_type: str) -> tuple[int, ...]:
+    """The boundaries that a server or trainer takes for its list of ids; the inverse of ``layer_ids``.
+
+    Args:
+        ids: As written in a configuration.
+        spelling: Whose configuration.
+        model_type: The target's ``model_type``, which decides SGLang's rule.
+    """
+    as_is = spelling == "vllm" or (spelling == "sglang" and model_type in SGLANG_AS_IS and list(ids)[:1] != [1])
+    return tuple(ids) if as_is else tuple(i + 1 for i in ids)
+
+
 def _refuse_final(listed: tuple[int, ...], num_layers: int) -> None:
     # SGLang copies the state at the entry of a layer, and there is no layer L: the stream would be missing.
     if num_layers in listed:

@@ -19,16 +19,17 @@ from eyas import console
 from eyas.config import EvaluateConfig
 from eyas.contracts import AcceptanceReport, CheckpointMeta, TargetIdentity
 from eyas.drafter.chain import DraftChain
+from eyas.drafter.judged import target_argmax
 from eyas.drafter.model import Drafter
 from eyas.drafter.rows import Document, pack_documents
 from eyas.drafter.ttt import draft_tokens
+from eyas.drafter.walk import spans
 from eyas.engines.decode import BlockDecoder
 from eyas.errors import EvaluateError
 from eyas.evaluate.decode import Decoded, DecodeTimes, Prompt, batches, decode_batch
-from eyas.evaluate.documents import target_argmax, walk_document
+from eyas.evaluate.documents import walk_document
 from eyas.evaluate.report import HeldOut, acceptance_report, agreement_of_rounds, held_out
 from eyas.evaluate.summary import WalkedDocument
-from eyas.evaluate.walk import spans
 from eyas.shards.reader import ShardReader, StoredStates
 from eyas.target.load import TargetEnds
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from eyas.contracts import SetAcceptance
+from eyas.drafter.walk import Round
 from eyas.errors import DataError
-from eyas.evaluate.walk import Round
 
 LOOP_FREE_SHARE = 0.05
 """Documents that repeat fewer of their 8-grams than this count as free of loops."""

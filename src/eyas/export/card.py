@@ -51,7 +51,8 @@ so its greedy output does not change.
 | boundaries | {list(meta.boundaries)} (the residual stream entering these decoder layers) |
 | sizes | hidden {shape.hidden_size}, inner {shape.intermediate_size}, heads {shape.num_attention_heads}/\
 {shape.num_key_value_heads} x {shape.head_dim}, draft vocab {shape.draft_vocab_size} of {shape.vocab_size} |
-| switches | fc_norm {shape.fc_norm}, norm_output {shape.norm_output} |
+| switches | fc_norm {shape.fc_norm}, norm_output {shape.norm_output}, \
+norm_before_residual {shape.norm_before_residual} |
 | training | {meta.num_steps} steps, {meta.ttt_steps} TTT steps, {meta.num_trained_rows} trained rows, seed {meta.seed} |
 | weights | {dtype} |
 

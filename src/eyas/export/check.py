@@ -63,8 +63,9 @@ def config_problems(
     """Faults of a ``config.json``, one line each."""
     if config.get("architectures") != [ARCHITECTURES[server]]:
         yield f"architectures: {config.get('architectures')}, expected ['{ARCHITECTURES[server]}']"
-    if config.get("norm_before_residual"):
-        yield "norm_before_residual: true, expected false: the drafter's residual is the raw hidden state"
+    residual = bool(config.get("norm_before_residual"))
+    if residual != shape.norm_before_residual:
+        yield f"norm_before_residual: {str(residual).lower()}, expected {str(shape.norm_before_residual).lower()} as trained"
     if server == "vllm" and "speculators_config" not in config:
         yield "speculators_config: missing, the server would take the folder for a plain model"
     found_ids = loaders.written_layer_ids(server, config)
@@ -117,12 +118,19 @@ def map_problems(d2t_W: torch.Tensor, t2d_V: torch.Tensor) -> Iterator[str]:
         yield "t2d: does not mark the ids that d2t names"
 
 
-def refuse_unservable(shape: DrafterShape) -> None:
+def refuse_unservable(shape: DrafterShape, servers: Sequence[str]) -> None:
     """Refuse shapes that a server would run as something else.
 
     Raises:
-        ExportError: The drafter's width is not the target's, or ``fc`` would be passed over.
+        ExportError: The drafter's width is not the target's, ``fc`` would be passed over, or SGLang would add the
+            raw hidden state where the normed one was trained.
     """
+    if shape.norm_before_residual and "sglang" in servers:
+        raise ExportError(
+            "drafter.norm_before_residual true: SGLang's residual is the raw hidden state, so it would run another "
+            "model, expected false",
+            "set drafter.norm_before_residual to false and train again, or leave sglang out of export.servers",
+        )
     if shape.hidden_size != shape.target_hidden_size:
         raise ExportError(
             f"drafter.hidden_size {shape.hidden_size}: servers share the target's embedding of "

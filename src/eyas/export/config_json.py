@@ -1,8 +1,8 @@
 """``config.json`` per server: the drafter's shape in each server's spelling.
 
 SGLang reads a Llama config with an ``eagle_config`` inside; vLLM reads the speculators form. Both rope
-schemas are written everywhere (``rope_theta`` and ``rope_parameters``), because each reader knows only
-one. ``tie_word_embeddings`` is always false: true would make the head the embedding.
+schemas are written everywhere (``rope_theta`` with ``rope_scaling``, and ``rope_parameters``), because each
+reader knows only one. ``tie_word_embeddings`` is always false: true would make the head the embedding.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eyas.contracts import DrafterShape
+from eyas.drafter.rope import rope_parameters
 
 SGLANG_ARCHITECTURE = "LlamaForCausalLMEagle3"
 VLLM_ARCHITECTURE = "Eagle3DraftModel"
@@ -37,7 +38,8 @@ def layer_config(shape: DrafterShape) -> dict[str, Any]:
         "num_hidden_layers": 1,
         "num_key_value_heads": shape.num_key_value_heads,
         "rms_norm_eps": shape.rms_norm_eps,
-        "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
+        "rope_parameters": rope_parameters(shape.rope_theta, shape.rope_scaling),
+        "rope_scaling": dict(shape.rope_scaling) if shape.rope_scaling else None,
         "rope_theta": shape.rope_theta,
         "tie_word_embeddings": False,
         "vocab_size": shape.vocab_size,
@@ -79,7 +81,7 @@ def vllm_config(
         "fc_norm": shape.fc_norm,
         "model_type": "speculator_model",
         "norm_before_fc": False,
-        "norm_before_residual": False,
+        "norm_before_residual": shape.norm_before_residual,
         "norm_output": shape.norm_output,
         "speculators_config": {
             "algorithm": "eagle3",

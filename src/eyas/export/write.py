@@ -46,7 +46,7 @@ def export(
         PlanError: The boundaries cannot be asked of a server for this target.
     """
     shape = meta.shape
-    refuse_unservable(shape)
+    refuse_unservable(shape, config.servers)
     ids = {server: _layer_ids(server, meta, target) for server in config.servers}
     tensors = compare.drafter_tensors(drafter)
     difference = 0.0

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from eyas import config, console, fs
-from eyas.contracts import ShardManifest, TargetIdentity
+from eyas.config.schema import TrainConfig
+from eyas.contracts import CheckpointMeta, ShardManifest, TargetIdentity
 from eyas.shards.reader import ShardReader
 from eyas.stages import common
+from eyas.target.load import require_device
 from eyas.target.locate import ensure
+from eyas.train.distributed import open_world
+from eyas.train.loop import Outcome
 from eyas.train.run import Inputs, train
 
 NAMES = ("TARGET.json", "DRAFT_VOCAB", "STATES", "MANIFEST.json", "DRAFTER", "METRICS")
@@ -18,12 +23,14 @@ RUNS_ROOT = Path(".eyas/train")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train a drafter and print its last metrics."""
+    """Train a drafter and print its last metrics; one of several processes when ``torchrun`` started them."""
     target, draft_vocab, states, manifest_path, output, metrics = common.paths("train", NAMES, argv)
     params = config.load()
-    with common.stage_run("train", [target, draft_vocab, manifest_path], [output]) as run:
+    require_device("train.device", params.train.device)
+    with open_world(params.train.device, params.train.packs_per_step) as world:
         identity = fs.read_record(TargetIdentity, target)
         manifest = fs.read_record(ShardManifest, manifest_path)
+        world.on_first(lambda: ensure(identity, params.target) and None)
         inputs = Inputs(
             identity=identity,
             target_folder=ensure(identity, params.target),
@@ -33,15 +40,32 @@ def main(argv: Sequence[str]) -> None:
             drafter_config=params.drafter,
             config=params.train,
         )
-        meta, outcome = train(inputs, RUNS_ROOT, output, metrics)
-        run.num_tokens = outcome.num_tokens
-        run.facts = {
-            "num_epochs": round(outcome.num_epochs, 2),
-            "resumed_at": outcome.resumed_at,
-            "num_trained_rows": outcome.num_trained_rows,
-            "cores": len(os.sched_getaffinity(0)),
-            "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
-        }
+        if not world.is_first:
+            train(inputs, RUNS_ROOT, output, metrics, world)
+            return
+        with common.stage_run("train", [target, draft_vocab, manifest_path], [output]) as run:
+            meta, outcome = train(inputs, RUNS_ROOT, output, metrics, world)
+            run.num_tokens, run.facts = outcome.num_tokens, _facts(outcome, world.size, params.train)
+    _show(meta, outcome, metrics, output)
+
+
+def _facts(outcome: Outcome, num_processes: int, settings: TrainConfig) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "num_epochs": round(outcome.num_epochs, 2),
+        "resumed_at": outcome.resumed_at,
+        "num_trained_rows": outcome.num_trained_rows,
+        "damaged_samples": outcome.damaged,
+        "warm_start": settings.warm_start,
+        "num_processes": num_processes,
+        "cores": len(os.sched_getaffinity(0)),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
+    }
+    if outcome.best is not None:
+        facts["best"] = {"step": outcome.best.step, "validation_tau": outcome.best.tau}
+    return facts
+
+
+def _show(meta: CheckpointMeta, outcome: Outcome, metrics: Path, output: Path) -> None:
     last = fs.read_json(metrics / "metrics.json")
     rows = [
         [f"step {k}", last["loss"][f"step_{k}"], last["accuracy"][f"step_{k}"], last["alpha"][f"step_{k}"]]
@@ -49,6 +73,10 @@ def main(argv: Sequence[str]) -> None:
         if f"step_{k}" in last["loss"]
     ]
     console.emit(console.table(rows, ["TTT", "KL", "accuracy", "alpha"]))
+    if "validation" in last:
+        console.emit(f"validation: tau {last['validation']['tau']}")
+    if outcome.best is not None:
+        console.emit(f"published: the weights of step {outcome.best.step:,}, tau {outcome.best.tau}")
     console.emit(
         f"{meta.num_steps:,} steps, {outcome.num_epochs:.1f} epochs, {meta.num_trained_rows:,} trained rows → {output}"
     )

@@ -1,32 +1,38 @@
 """Checkpoints: the resumable state of a run, and the published drafter.
 
-    .eyas/train/<run key>/step-00000500.safetensors   float32 weights, both moments, RNG state
-    .eyas/train/<run key>/state.json                  written last: step, cursor, history, SHA-256 of the file
+    .eyas/train/<run key>/step-00000500.safetensors   float32 weights, moments, average: one entry per parameter
+    .eyas/train/<run key>/best-00000400.safetensors   the weights of the best validation, with ``keep: best``
+    .eyas/train/<run key>/state.json                  written last: step, cursor, history, SHA-256 of the files
     models/drafter/drafter.safetensors                float32 weights, d2t, t2d; no embedding
     models/drafter/checkpoint.json                    CheckpointMeta, written last
 
 The resumable state lies outside DVC's outs, because DVC empties those before a run. Its folder is named by
 the run key (all that decides the result), so a state of other data or parameters is never found. A tensor
-file that no ``state.json`` names is a left-over of a crash and is ignored.
+file that no ``state.json`` names is a left-over of a crash and is ignored. Nothing in it knows how many processes
+wrote it.
 """
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save
+from safetensors.torch import load, save
 
-from eyas import fs
+from eyas import console, fs
 from eyas.batches.order import Cursor
 from eyas.contracts import CheckpointMeta, FileDigest
 from eyas.drafter.model import Drafter
-from eyas.errors import StoreError, TrainError
+from eyas.errors import DiskError, StoreError, TrainError
+from eyas.train.tensor_file import write_tensors
 
 WEIGHTS_NAME, META_NAME, STATE_NAME = "drafter.safetensors", "checkpoint.json", "state.json"
+RESERVE_BYTES = 64 << 20
+"""Beside a checkpoint: records, metrics, and what others write meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +41,15 @@ class MetricRow:
 
     step: int
     values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The best validation so far and its weights."""
+
+    step: int
+    tau: float
+    tensors: FileDigest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +66,9 @@ class RunState:
     window: dict[str, dict[str, float]]
     """Sums of the metric window that is not yet logged."""
     tensors: FileDigest
+    best: Best | None = None
+    damaged: dict[str, str] = field(default_factory=dict)
+    """Samples left out up to here, and why."""
 
     @property
     def cursor(self) -> Cursor:
@@ -69,8 +87,8 @@ class RunFolder:
     def __init__(self, root: Path, run_key: str) -> None:
         self.run_key, self.folder = run_key, root / run_key[:16]
 
-    def load(self) -> tuple[RunState, dict[str, torch.Tensor]] | None:
-        """The newest state, or None when there is none.
+    def load(self) -> RunState | None:
+        """The newest state, its files verified, or None when there is none.
 
         Raises:
             TrainError: The state is damaged, or of another run.
@@ -85,33 +103,69 @@ class RunFolder:
             raise TrainError(f"{path} cannot be resumed: {error.message}", hint) from None
         if state.run_key != self.run_key:
             raise TrainError(f"{path} is of run {state.run_key}, expected {self.run_key}", hint)
-        tensors = self.folder / state.tensors.path
-        found = fs.hash_file(tensors) if tensors.is_file() else "no file"
-        if found != state.tensors.sha256:
-            raise TrainError(f"{tensors} is damaged: SHA-256 {found}, expected {state.tensors.sha256}", hint)
-        return state, load_file(tensors)
+        for tensors in [state.tensors] + ([state.best.tensors] if state.best else []):
+            place = self.folder / tensors.path
+            found = fs.hash_file(place) if place.is_file() else "no file"
+            if found != tensors.sha256:
+                raise TrainError(f"{place} is damaged: SHA-256 {found}, expected {tensors.sha256}", hint)
+        return state
 
-    def tensors_path(self, step: int) -> Path:
-        """File of the tensors after ``step`` optimizer steps."""
-        return self.folder / f"step-{step:08d}.safetensors"
+    def save_tensors(self, name: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> FileDigest:
+        """Write tensors under a name; not yet part of the state until ``publish``.
 
-    def save_tensors(self, step: int, tensors: dict[str, torch.Tensor]) -> FileDigest:
-        """Write the tensors; not yet part of the state until ``publish``."""
-        path = self.tensors_path(step)
-        fs.write_bytes(path, save({name: tensor.contiguous() for name, tensor in tensors.items()}))
-        return fs.file_digest(path, self.folder)
+        Args:
+            name: ``step-00000500`` or ``best-00000400``.
+            tensors: (name, tensor), on any device.
+
+        Raises:
+            DiskError: There is no room; what was saved before stays.
+        """
+        num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
+        self.need_room(num_bytes, "the next checkpoint")
+        path = self.folder / f"{name}.safetensors"
+        return write_tensors(path, tensors, self.folder)
+
+    def need_room(self, num_bytes: int, what: str) -> None:
+        """Refuse to go on without room.
+
+        Raises:
+            DiskError: Tells what is missing.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        free, needed = fs.free_bytes(self.folder), num_bytes + RESERVE_BYTES
+        if free < needed:
+            raise DiskError(
+                f"{what} needs {console.human_bytes(needed)} in {self.folder}, {console.human_bytes(free)} are free: "
+                f"{console.human_bytes(needed - free)} are missing; the last checkpoint is whole",
+                "`make budget` shows what could go; the same command goes on from the last checkpoint",
+            )
 
     def publish(self, state: RunState) -> None:
-        """Make a state the one to resume from; older tensors go."""
+        """Make a state the one to resume from; files that it does not name go."""
         fs.write_record(self.folder / STATE_NAME, state)
-        for path in self.folder.glob("step-*.safetensors"):
-            if path.name != state.tensors.path:
+        named = {state.tensors.path} | ({state.best.tensors.path} if state.best else set())
+        for path in self.folder.glob("*.safetensors"):
+            if path.name not in named:
                 path.unlink()
 
     def remove(self) -> None:
         """Forget the run: ``state.json`` first, so that a crash in between leaves nothing to resume."""
         (self.folder / STATE_NAME).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def by_parameter(flat: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """(``kind.parameter``, values) of flat tensors; what fills them up between parameters is left out.
+
+    Args:
+        flat: Tensor [P] by kind.
+        views: A flat tensor's parameters, by name.
+    """
+    return [
+        (f"{kind}.{name}", flat_P[view.storage_offset() :][: view.numel()].view(view.shape))
+        for kind, flat_P in flat.items()
+        for name, view in views.items()
+    ]
 
 
 def publish_drafter(folder: Path, drafter: Drafter, meta: CheckpointMeta) -> CheckpointMeta:

@@ -12,15 +12,33 @@ from collections.abc import Sequence
 import torch
 
 from eyas.batches.loader import Reader, training_samples
+from eyas.drafter.anchors import anchor_key
+from eyas.drafter.judged import UNKNOWN, target_argmax
 from eyas.drafter.rows import Document, Pack, pack_documents, rows_to_read
-from eyas.drafter.teacher import teacher_ids
-from eyas.errors import TrainError
-from eyas.rows import StoredRows
+from eyas.errors import DataError, StoreError, TrainError
 from eyas.shards.reader import StoredStates
 
 CALIBRATION_TOKENS = 4096
 FILL_MULTIPLE = 64
 """Packs are filled up to this many tokens and rows: few sizes of products (see ``drafter.precision``)."""
+
+
+def check_states(stored: StoredStates) -> None:
+    """Refuse a document whose rows are missing or hold what is no number.
+
+    Raises:
+        StoreError: The sample and the row are named.
+    """
+    rows = rows_to_read(stored)
+    for name, states in (("aux", stored.aux_TAD[: rows.num_aux]), ("last", stored.last_TD[rows.last_L])):
+        # a sum is read once and holds no copy; states that are numbers are far from overflowing it
+        if len(states) and not states.sum(dtype=torch.float32).isfinite():
+            row = int((~states.flatten(1).isfinite().all(1)).nonzero()[0, 0])
+            row = int(rows.last_L[row]) if name == "last" else row
+            raise StoreError(
+                f"sample {stored.sample.sample_id}: row {row} of {name} holds NaN or infinity, expected numbers",
+                "`eyas verify` compares the states with their tokens",
+            )
 
 
 class Packer:
@@ -31,51 +49,68 @@ class Packer:
     Args:
         head_VD: The target's head, float32, on the training device.
         t2d_V: Bool, target ids in the draft vocab.
+        embedding_VE: The target's embedding, on the host; packs for another device carry their rows of it.
+        anchors: Most rows of a sample that train, see ``drafter.anchors``; 0 trains all.
+        seed: Of the anchors.
     """
 
-    def __init__(self, head_VD: torch.Tensor, t2d_V: torch.Tensor, device: str) -> None:
-        self._head_VD, self._t2d_V, self._device = head_VD, t2d_V.to(device), device
-        self._all_known = bool(t2d_V.all())
+    def __init__(
+        self, head_VD: torch.Tensor, t2d_V: torch.Tensor, embedding_VE: torch.Tensor, anchors: int = 0, seed: int = 0
+    ) -> None:
+        self._head_VD, self._t2d_V, self._embedding_VE = head_VD, t2d_V.cpu(), embedding_VE
+        self._all_known, self._anchors, self._seed = bool(t2d_V.all()), anchors, seed
         self._in_vocab: dict[str, torch.Tensor] = {}
 
-    def __call__(self, documents: Sequence[StoredStates], ttt_steps: int) -> Pack:
-        """Pack whole documents for ``ttt_steps`` steps.
+    def __call__(
+        self, documents: Sequence[StoredStates], ttt_steps: int, step: int | None = None, mask_oov: bool = True
+    ) -> Pack:
+        """Pack whole documents for ``ttt_steps`` steps, in host memory, pinned when the device is a GPU.
 
-        Raises:
-            StoreError: A row that trains is not stored.
+        Args:
+            documents: Checked with ``check_states``.
+            ttt_steps: S.
+            step: Optimizer step that trains on them, which decides the anchors; None takes every row.
+            mask_oov: Rows whose teacher's argmax is out of vocab do not train.
         """
-        return pack_documents([self._document(stored) for stored in documents], ttt_steps, FILL_MULTIPLE).to(
-            self._device
-        )
+        anchors = 0 if step is None else self._anchors
+        whole = [self._document(stored, step, mask_oov) for stored in documents]
+        pack = pack_documents(whole, ttt_steps, FILL_MULTIPLE, anchors)
+        if self._head_VD.is_cuda:
+            pack = pack.with_embedding(self._embedding_VE).map(torch.Tensor.pin_memory)
+        return pack
 
-    def _document(self, stored: StoredStates) -> Document:
-        rows = rows_to_read(stored)
+    def _document(self, stored: StoredStates, step: int | None, mask_oov: bool) -> Document:
         return Document(
             ids_T=stored.input_ids_T,
             mask_T=stored.loss_mask_T,
             aux_TAD=stored.aux_TAD,
             last_TD=stored.last_TD,
-            in_vocab_T=None if self._all_known else self._known(stored, rows),
+            in_vocab_T=self._known(stored) if mask_oov and not self._all_known else None,
+            anchor_key="" if step is None else anchor_key(self._seed, step, stored.sample.sample_id),
         )
 
-    def _known(self, stored: StoredStates, rows: StoredRows) -> torch.Tensor:
+    def _known(self, stored: StoredStates) -> torch.Tensor:
         sample_id = stored.sample.sample_id
         if sample_id not in self._in_vocab:
-            in_vocab_T = torch.ones(len(stored.input_ids_T), dtype=torch.bool)
-            if len(rows.last_L):
-                ids_L = teacher_ids(stored.last_TD[rows.last_L].to(self._device), self._head_VD)
-                in_vocab_T[rows.last_L] = self._t2d_V[ids_L].cpu()
-            self._in_vocab[sample_id] = in_vocab_T
+            self._in_vocab[sample_id] = self._look(stored)
         return self._in_vocab[sample_id]
+
+    def _look(self, stored: StoredStates) -> torch.Tensor:
+        in_vocab_T = torch.ones(len(stored.input_ids_T), dtype=torch.bool)
+        argmax_T = torch.from_numpy(target_argmax(stored, self._head_VD))
+        judged_T = (argmax_T != UNKNOWN).nonzero()[:, 0]
+        in_vocab_T[judged_T - 1] = self._t2d_V[argmax_T[judged_T]]
+        return in_vocab_T
 
 
 def calibration_slice(reader: Reader) -> torch.Tensor:
     """Aux states [T,A,D] of the first training samples by id, about ``CALIBRATION_TOKENS`` rows.
 
     Of each sample the rows that training reads, so that first weights do not depend on what else is stored.
+    Damaged samples are passed over: training counts them.
 
     Raises:
-        StoreError: A row that trains is not stored.
+        StoreError: Every sample is damaged.
         TrainError: There is no training sample, or none with a row that trains.
     """
     samples = sorted(training_samples(reader), key=lambda sample: sample.sample_id)
@@ -84,13 +119,20 @@ def calibration_slice(reader: Reader) -> torch.Tensor:
             "none of the stored samples belongs to the training split",
             "lower data.held_out_share or add conversations, then `dvc repro`",
         )
-    parts, num_rows = [], 0
+    parts, num_rows, damage = [], 0, None
     for sample in samples:
-        stored = reader.read(sample.sample_id)
+        try:
+            stored = reader.read(sample.sample_id)
+            check_states(stored)
+        except (StoreError, DataError) as error:
+            damage = damage or error
+            continue
         parts.append(stored.aux_TAD[: rows_to_read(stored).num_aux])
         num_rows += len(parts[-1])
         if num_rows >= CALIBRATION_TOKENS:
             break
+    if damage is not None and not num_rows:
+        raise damage
     if not num_rows:
         raise TrainError(
             f"none of {len(samples):,} training samples has a row that trains: an assistant span of two tokens or more "

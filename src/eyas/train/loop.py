@@ -1,40 +1,46 @@
-"""The training loop: batches → packs → loss → AdamW, resumable at every checkpoint to the bit.
+"""The training loop: packs → loss → gradients of all ranks → optimizer, resumable at every checkpoint to the bit.
 
 All that a step depends on is its number (learning rate, TTT steps), the data cursor, the weights and the
 moments; there is no other random state. So a killed run that goes on from a checkpoint ends in the same
-bytes as one that never stopped, on the same machine with the same number of threads.
+bytes as one that never stopped, on the same machine with the same number of threads. The number of processes
+changes nothing but the order of sums.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from eyas import console
-from eyas.batches.loader import Batch, BatchLoader, Reader
+from eyas.batches.loader import BatchLoader, Reader, order_of
 from eyas.batches.order import Cursor
+from eyas.batches.split import split_samples
 from eyas.config.schema import TrainConfig
 from eyas.drafter.init import draft_head
 from eyas.drafter.loss import Measured, Workspace, ttt_loss
 from eyas.drafter.model import Drafter
+from eyas.drafter.objective import Objective
 from eyas.drafter.precision import matmul_dtype
-from eyas.drafter.rows import Pack
-from eyas.errors import TrainError
-from eyas.train.checkpoint import MetricRow, RunFolder, RunState
-from eyas.train.data import Packer
-from eyas.train.metrics import MetricLog, Window
+from eyas.drafter.weights import FlatWeights
+from eyas.train.checkpoint import Best, MetricRow, RunFolder, RunState, by_parameter
+from eyas.train.data import Packer, check_states
+from eyas.train.distributed import World
+from eyas.train.metrics import MetricLog, Pending, Terminal, Window
+from eyas.train.optimizer import Optimizer
+from eyas.train.packs import Placer, StepData, StepSource, check_damage, made_ahead
 from eyas.train.schedule import learning_rate, ttt_steps_at
+from eyas.train.tensor_file import read_into
+from eyas.train.validation import Validator
 
 MEASURE_EVERY = 10
 """Losses and hits are taken at every tenth step; they cost a sixth of a step."""
+VALUE_BYTES = 4
 
 
 @dataclass
@@ -44,9 +50,13 @@ class Outcome:
     num_trained_rows: int
     """Of the whole run: trained (row, step) pairs."""
     num_tokens: int
-    """Tokens of the packs trained in this process."""
+    """Tokens of the packs trained since this process started, of all ranks."""
     num_epochs: float
     resumed_at: int
+    damaged: dict[str, str]
+    """Samples left out, and why."""
+    best: Best | None
+    """The validation whose weights are published, with ``keep: best``."""
 
 
 class Trainer:
@@ -59,6 +69,7 @@ class Trainer:
         reader: The states.
         run: Where the resumable state lives.
         metrics_folder: DVCLive's folder.
+        world: The processes of the run.
     """
 
     def __init__(
@@ -69,54 +80,96 @@ class Trainer:
         reader: Reader,
         run: RunFolder,
         metrics_folder: Path,
+        world: World,
     ) -> None:
-        self.config, self.reader, self.run_folder = config, reader, run
-        self.drafter = drafter.to(config.device).train()
+        self.config, self.reader, self.run_folder, self.world = config, reader, run, world
+        self._training, validation = split_samples(reader.samples, config.validation_share, config.seed)
+        on_gpu = world.device.type == "cuda"
+        product_dtype = torch.bfloat16 if on_gpu and config.dtype == "bfloat16" else torch.float32
+        self._teacher_WD = draft_head(head_VD.float(), drafter.d2t).to(world.device, product_dtype)
+        head_VD = head_VD.float().to(world.device)
+        self.drafter = _placed(drafter, world.device).train()
         self.drafter.lm_head.weight.requires_grad_(config.train_head)
-        head_VD = head_VD.float().to(config.device)
-        self._teacher_WD = draft_head(head_VD, drafter.d2t)
-        self._packer = Packer(head_VD, drafter.t2d, config.device)
-        self._named = [(name, p) for name, p in self.drafter.named_parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for _, p in self._named if p.ndim > 1], "weight_decay": config.weight_decay},
-            {"params": [p for _, p in self._named if p.ndim == 1], "weight_decay": 0.0},
-        ]
-        first, second = config.betas
-        self._optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(first, second), fused=True)
-        self._window, self._workspace = Window(), Workspace()
-        self._step, self._cursor, self._num_trained_rows = 0, Cursor(), 0
+        self.weights = FlatWeights(self.drafter, product_dtype)
+        world.send_first_(self.weights.master_P)
+        self._optimizer = Optimizer(self.weights, config, world)
+        self._packer = Packer(
+            head_VD,
+            drafter.t2d,
+            drafter.embed_tokens.weight,  # type: ignore[arg-type]
+            config.anchors,
+            config.seed,
+        )
+        self._objective = Objective(config.loss, config.top_k)
+        self._placer, self._workspace = Placer(world.device), Workspace()
+        self._window, self._pending = Window(), Pending()
+        self._step, self._cursor, self._num_trained_rows, self._num_tokens = 0, Cursor(), 0, 0
+        self._damaged: dict[str, str] = {}
+        self._best: Best | None = None
         self._stop_signal = 0
+        self._validator = None
+        if config.validation_share > 0:
+            self._validator = Validator(
+                validation,
+                reader,
+                config.batch_tokens,
+                config.ttt_steps,
+                self._packer,
+                head_VD,
+                self._teacher_WD,
+                world,
+            )
         history = self._restore()
-        self._log = MetricLog(metrics_folder, history)
+        self._log = MetricLog(metrics_folder if world.is_first else None, history)
+        self._terminal = Terminal(config.num_steps, self._step, quiet=not world.is_first)
 
     # ── state ─────────────────────────────────────────────────────────────────────────────────
 
     def _restore(self) -> list[tuple[int, dict[str, float]]]:
-        loaded = self.run_folder.load()
-        if loaded is None:
+        state = self.world.on_first(self._load)
+        if state is None:
+            self.weights.refresh()
+            self._optimizer.forget()
             return []
-        state, tensors = loaded
-        with torch.no_grad():
-            for name, parameter in self._named:
-                parameter.copy_(tensors[f"weight.{name}"])
-                self._optimizer.state[parameter] = {
-                    "step": torch.tensor(float(state.step), device=parameter.device),
-                    "exp_avg": tensors[f"exp_avg.{name}"].to(parameter.device),
-                    "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(parameter.device),
-                }
+        for kind in ("weight", *self._optimizer.state_names):
+            whole_P = torch.zeros_like(self.weights.master_P)
+            self._read(state.tensors.path, kind, whole_P)
+            if kind == "weight":
+                self.weights.master_P.copy_(whole_P)
+            else:
+                self._optimizer.restore(kind, whole_P)
+        self.weights.refresh()
         self._step, self._cursor, self._num_trained_rows = state.step, state.cursor, state.num_trained_rows
-        self._window = Window.from_plain(state.window)
-        console.log(f"train: resumed at step {state.step:,} from {self.run_folder.folder}")
+        self._window, self._damaged, self._best = Window.from_plain(state.window), dict(state.damaged), state.best
+        if self.world.is_first:
+            console.log(f"train: resumed at step {state.step:,} from {self.run_folder.folder}")
         return [(row.step, row.values) for row in state.history]
+
+    def _load(self) -> RunState | None:
+        """The state, and a look whether there is room for what this run will write."""
+        state = self.run_folder.load()
+        weights_bytes = len(self.weights.master_P) * VALUE_BYTES
+        state_bytes = weights_bytes * (1 + len(self._optimizer.state_names))
+        num_weights = 2 if self.config.keep == "best" else 1
+        self.run_folder.need_room(state_bytes * (1 if state else 2) + weights_bytes * num_weights, "this training")
+        return state
+
+    @torch.no_grad()
+    def _read(self, path: str, kind: str, whole_P: torch.Tensor) -> None:
+        """Fill a flat tensor with one kind of a file's values on every rank."""
+        places = dict(by_parameter({kind: whole_P}, self.weights.views))
+        self.world.on_first(lambda: read_into(self.run_folder.folder / path, places))
+        self.world.send_first_(whole_P)
 
     def save(self) -> None:
         """Write the resumable state of this moment."""
-        tensors: dict[str, torch.Tensor] = {}
-        for name, parameter in self._named:
-            moments: dict[str, Any] = self._optimizer.state[parameter]
-            tensors[f"weight.{name}"] = parameter.detach().cpu()
-            tensors[f"exp_avg.{name}"] = moments["exp_avg"].cpu()
-            tensors[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"].cpu()
+        self._optimizer.settle()
+        self._flush()
+        flat = {"weight": self.weights.master_P, **self._optimizer.state()}
+        self.world.on_first(lambda: self._write(flat))
+
+    def _write(self, flat: dict[str, torch.Tensor]) -> None:
+        tensors = by_parameter(flat, self.weights.views)
         self.run_folder.publish(
             RunState(
                 run_key=self.run_folder.run_key,
@@ -126,9 +179,19 @@ class Trainer:
                 num_trained_rows=self._num_trained_rows,
                 history=tuple(MetricRow(step=step, values=values) for step, values in self._log.history),
                 window=self._window.to_plain(),
-                tensors=self.run_folder.save_tensors(self._step, tensors),
+                tensors=self.run_folder.save_tensors(f"step-{self._step:08d}", tensors),
+                best=self._best,
+                damaged=self._damaged,
             )
         )
+
+    def settle_on_published(self) -> None:
+        """Put the weights that are published into the drafter: the best, the average, or the last."""
+        if self._best is not None:
+            self._read(self._best.tensors.path, "weight", self.weights.master_P)
+        else:
+            self.weights.master_P.copy_(self._optimizer.published_P())
+        self.weights.refresh()
 
     # ── running ───────────────────────────────────────────────────────────────────────────────
 
@@ -136,96 +199,149 @@ class Trainer:
         """Train to the last step.
 
         Raises:
-            TrainError: The loss is not finite, or no document of a whole epoch has a trained row.
+            StoreError, DataError: A sample is damaged and none may be.
+            TrainError: The loss is not finite, too many samples are damaged, no document of a whole epoch has a
+                trained row, or another rank failed.
+            DiskError: There is no room for a checkpoint.
             KeyboardInterrupt: Ctrl-C or SIGTERM; the state was saved.
         """
-        config, resumed_at, num_tokens, note = self.config, self._step, 0, ""
-        progress = console.Progress("train", config.num_steps, done=self._step, unit="steps")
-        loader = BatchLoader(self.reader, config.batch_tokens, config.seed, self._cursor)
-        batches_per_epoch = loader.batches_per_epoch()
-        with _threads(), _stop_signals(self), matmul_dtype(config.dtype), loader:
-            packs = self._packs(loader)
-            while self._step < config.num_steps:
-                pack, self._cursor = next(packs)
-                measured = self._update(pack)
-                num_tokens += len(pack.ids_T)
-                note = f"loss {measured.total(config.step_decay):.3f}" if measured else note
-                progress.advance(1, note)
-                self._after_step()
-        progress.close()
-        self._log.close()
-        epochs = self._cursor.epoch + self._cursor.batch / max(1, batches_per_epoch)
-        return Outcome(self._num_trained_rows, num_tokens, epochs, resumed_at)
-
-    def _packs(self, loader: BatchLoader) -> Iterator[tuple[Pack, Cursor]]:
-        """Packs with at least one trained row; batches without one are passed over."""
-        barren_since: Cursor | None = None
-        for batch in loader:
-            pack = self._pack(batch)
-            if pack.num_trained[0] or any(pack.num_trained):
-                barren_since = None
-                yield pack, batch.after
-            elif barren_since is None:
-                barren_since = batch.after
-            elif batch.after.epoch > barren_since.epoch + 1:
-                raise TrainError(
-                    f"no batch of a whole epoch ({loader.num_samples:,} documents) has a row that trains: assistant "
-                    "spans of two tokens or more whose target argmax is in the draft vocab are needed",
-                    "check the loss mask in reports/tokens.json and tokenize.draft_vocab_size",
-                )
-
-    def _pack(self, batch: Batch) -> Pack:
-        config = self.config
-        steps = ttt_steps_at(self._step, config.num_steps, config.ttt_steps, config.curriculum)
-        return self._packer(batch.documents, steps)
-
-    def _update(self, pack: Pack) -> Measured | None:
-        config = self.config
-        rate = learning_rate(self._step, config.num_steps, config.lr, config.warmup_steps, config.min_lr_share)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        measure = self._measures(self._step)
-        loss, measured = ttt_loss(
-            self.drafter, pack, self._teacher_WD, config.step_decay, measure=measure, workspace=self._workspace
+        config, world, resumed_at = self.config, self.world, self._step
+        order = order_of(self.reader, self._training, config.batch_tokens, config.seed)
+        packs_per_epoch = max(1, len(order.epoch(0)))
+        loader = BatchLoader(
+            self.reader, order.plan(self._cursor, config.packs_per_step, world.rank, world.size), check_states
         )
-        self._optimizer.zero_grad()
-        loss.backward()
-        norm = float(torch.nn.utils.clip_grad_norm_([p for _, p in self._named], config.max_grad_norm))
-        if not math.isfinite(norm):
-            raise TrainError(
-                f"loss and gradient of step {self._step} are not finite (norm {norm})",
-                "lower train.lr or train.max_grad_norm, or check the states with `eyas verify`",
+        with _threads(), _stop_signals(self), matmul_dtype(config.dtype), loader:
+            steps = made_ahead(iter(self._source(loader)), in_thread=world.device.type == "cuda")
+            with contextlib.closing(steps):
+                for data in steps:
+                    self._train(data)
+                    self._after_step(data)
+                    del data  # or its packs would stay in memory while the next step is awaited
+            self._optimizer.settle()
+        self._log.close()
+        epochs = self._cursor.epoch + self._cursor.batch / packs_per_epoch
+        damaged = dict(sorted(self._damaged.items()))
+        return Outcome(self._num_trained_rows, self._num_tokens, epochs, resumed_at, damaged, self._best)
+
+    def _source(self, loader: BatchLoader) -> StepSource:
+        config = self.config
+        return StepSource(
+            loader,
+            self._packer,
+            self._placer,
+            self.world,
+            steps=(self._step, config.num_steps),
+            ttt_steps=lambda step: ttt_steps_at(step, config.num_steps, config.ttt_steps, config.curriculum),
+            damaged=self._damaged,
+            max_damaged=config.max_damaged_samples,
+            stop=lambda: bool(self._stop_signal),
+        )
+
+    def _train(self, data: StepData) -> None:
+        """One optimizer step."""
+        measure = self._measures(self._step)
+        self.weights.zero_grad()
+        measured: list[Measured] = []
+        coming = data.first
+        for number in range(len(data.packs)):
+            assert coming is not None
+            pack = coming.take()
+            coming = self._placer(data.packs[number + 1]) if number + 1 < len(data.packs) else None
+            total, values = ttt_loss(
+                self.drafter,
+                pack,
+                self._teacher_WD,
+                self.config.step_decay,
+                weights=self.weights,
+                num_trained_S=data.num_trained_S,
+                measure=measure,
+                workspace=self._workspace,
+                objective=self._objective,
             )
-        self._optimizer.step()
+            total.backward()
+            measured += [values] if values else []
+        self._optimizer.step(self._step, self._rate(self._step))
+        if measure:
+            self._pending.add(measured, (data.num_oov, data.num_in_span))
         self._step += 1
-        self._num_trained_rows += sum(pack.num_trained)
-        if measured:
-            self._window.add(measured, pack.num_oov)
-        return measured
+        self._cursor = data.after
+        self._num_trained_rows += sum(data.num_trained_S)
+        self._num_tokens += data.num_tokens
+        self._count_damage(dict(data.damaged))
+
+    def _rate(self, step: int) -> float:
+        config = self.config
+        return learning_rate(step, config.num_steps, config.lr, config.warmup_steps, config.min_lr_share)
 
     def _measures(self, step: int) -> bool:
         """Whether losses and hits of a step are taken: every tenth, and at least one per log line."""
         every = min(MEASURE_EVERY, self.config.log_every)
         return step % every == every - 1 or step == self.config.num_steps - 1
 
-    def _after_step(self) -> None:
+    def _after_step(self, data: StepData) -> None:
         config = self.config
         last = self._step == config.num_steps
+        stop = data.is_last or (self.world.size == 1 and bool(self._stop_signal))
         if self._step % config.log_every == 0 or last:
-            rate = learning_rate(self._step - 1, config.num_steps, config.lr, config.warmup_steps, config.min_lr_share)
-            self._log.log(self._step, {**self._window.values(), "lr": rate})
-            self._window = Window()
-        if self._step % config.checkpoint_every == 0 or last or self._stop_signal:
+            self._log_window()
+        if self._validator is not None and (self._step % config.validate_every == 0 or last):
+            self._validate(self._validator)
+        if self._step % config.checkpoint_every == 0 or last or stop:
             self.save()
-        if self._stop_signal:
-            console.log(f"train: stopped by a signal; step {self._step:,} of {config.num_steps:,} is saved")
+        if stop:
+            if self.world.is_first:
+                console.log(f"train: stopped by a signal; step {self._step:,} of {config.num_steps:,} is saved")
             raise KeyboardInterrupt
 
+    def _log_window(self) -> None:
+        self._flush()
+        values = {**self._window.values(), "lr": self._rate(self._step - 1)}
+        self._log.log(self._step, values)
+        self._window = Window()
+        self._terminal.line(self._step, self._num_tokens, values)
+
+    def _flush(self) -> None:
+        """Bring what ranks measured since the last time into the window, step by step and rank by rank."""
+        for ranks in zip(*self.world.gather(self._pending.take()), strict=True):
+            self._window.add([sums for sums, _ in ranks], ranks[0][1])
+
+    def _validate(self, validator: Validator) -> None:
+        """Judge the weights that would be published; keep them when none were better."""
+        self._optimizer.settle()
+        with self._optimizer.published():
+            values, damaged = validator(self.drafter, self.weights)
+        self._count_damage(damaged)
+        self._log.log(self._step, values)
+        self._terminal.validated(values)
+        tau = values["validation/tau"]
+        if self.config.keep == "best" and (self._best is None or tau > self._best.tau):
+            flat = {"weight": self._optimizer.published_P()}
+            name, views = f"best-{self._step:08d}", self.weights.views
+            tensors = self.world.on_first(lambda: self.run_folder.save_tensors(name, by_parameter(flat, views)))
+            self._best = Best(step=self._step, tau=tau, tensors=tensors)
+
+    def _count_damage(self, damaged: dict[str, str]) -> None:
+        for sample_id, reason in damaged.items():
+            if sample_id not in self._damaged:
+                self._damaged[sample_id] = reason
+                check_damage(self._damaged, self.config.max_damaged_samples)
+                if self.world.is_first:
+                    console.log(f"train: left out sample {sample_id}: {reason}")
+
     def request_stop(self, signal_number: int, _: object) -> None:
-        """Signal handler: stop after this step; a second signal stops at once."""
+        """Signal handler: stop after a step that all ranks agree on; a second signal stops at once."""
         if self._stop_signal:
             raise KeyboardInterrupt
         self._stop_signal = signal_number
+
+
+def _placed(drafter: Drafter, device: torch.device) -> Drafter:
+    """The drafter on its device; the frozen embedding stays on the host, packs carry what they need of it."""
+    embedding_VE = drafter.embed_tokens.weight
+    drafter = drafter.to(device)
+    drafter.embed_tokens.register_buffer("weight", embedding_VE, persistent=False)  # type: ignore[arg-type]
+    return drafter
 
 
 @contextlib.contextmanager

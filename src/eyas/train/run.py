@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from eyas import console
 from eyas.batches.loader import Reader
 from eyas.canonical import digest
 from eyas.config.schema import DrafterConfig, TrainConfig
 from eyas.contracts import CheckpointMeta, DrafterShape, ShardManifest, TargetIdentity
 from eyas.drafter.init import init_drafter, resolve_shape
 from eyas.drafter.model import Drafter
+from eyas.drafter.warm_start import adopt_shape, load_weights
 from eyas.errors import TrainError
 from eyas.fs import disk_errors, hash_file, volume_lock
-from eyas.target.load import TargetEnds, read_ends, require_device
+from eyas.target.load import TargetEnds, read_ends
 from eyas.tokens.draft_vocab import FILE_NAME, DraftVocab
 from eyas.train.checkpoint import RunFolder, publish_drafter
 from eyas.train.data import calibration_slice
+from eyas.train.distributed import World
 from eyas.train.loop import Outcome, Trainer
+from eyas.train.warm_start import read_warm_start
 
 LOCK_NAME = "train.lock"
-NOT_DECIDING = ("checkpoint_every",)
-"""Keys of ``train`` that cannot change the result."""
+NOT_DECIDING = ("checkpoint_every", "max_damaged_samples", "warm_start")
+"""Keys of ``train`` that cannot change the result: a warm start counts by its content, not by its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +57,19 @@ class Inputs:
 
 def new_drafter(inputs: Inputs, ends: TargetEnds, vocab: DraftVocab) -> Drafter:
     """The drafter before its first step, the same for the same inputs."""
-    num_aux = len(inputs.manifest.boundaries)
-    shape = resolve_shape(inputs.drafter_config, inputs.identity, inputs.target_folder, num_aux, vocab.draft_vocab_size)
-    return init_drafter(shape, ends, vocab.d2t_W, vocab.t2d_V, calibration_slice(inputs.reader), inputs.config.seed)
+    boundaries, W = inputs.manifest.boundaries, vocab.draft_vocab_size
+    shape = resolve_shape(inputs.drafter_config, inputs.identity, inputs.target_folder, len(boundaries), W)
+    checkpoint = read_warm_start(inputs.config, inputs.identity, boundaries)
+    shape = shape if checkpoint is None else adopt_shape(shape, checkpoint)
+    calibration_TAD, seed = calibration_slice(inputs.reader), inputs.config.seed
+    drafter = init_drafter(shape, ends, vocab.d2t_W, vocab.t2d_V, calibration_TAD, seed)
+    if checkpoint is not None:
+        known = load_weights(drafter, checkpoint)
+        console.log(
+            f"warm start from {inputs.config.warm_start} ({checkpoint.facts.form}): {known:,} of {W:,} head rows are "
+            f"its own, {W - known:,} the target's"
+        )
+    return drafter
 
 
 def target_ends(inputs: Inputs) -> TargetEnds:
@@ -64,23 +79,26 @@ def target_ends(inputs: Inputs) -> TargetEnds:
     return TargetEnds(embedding_VD=ends.embedding_VD, head_VD=ends.head_VD, final_norm_D=scale_D)
 
 
-def train(inputs: Inputs, runs_root: Path, output: Path, metrics_folder: Path) -> tuple[CheckpointMeta, Outcome]:
+def train(
+    inputs: Inputs, runs_root: Path, output: Path, metrics_folder: Path, world: World
+) -> tuple[CheckpointMeta, Outcome]:
     """Train, publish the drafter, forget the resumable state.
 
     Args:
-        inputs: Target, states and parameters.
+        inputs: Target, states and parameters; the same on every rank.
         runs_root: ``.eyas/train``: resumable states.
         output: ``models/drafter``.
         metrics_folder: ``reports/train``.
+        world: The processes of the run; the first of them writes.
 
     Raises:
         ConfigError: This machine has no such device.
         TrainError: Nothing to train on, a foreign or damaged checkpoint, a loss that is not finite; the states
             are of another target.
+        DiskError: There is no room for a checkpoint.
         EyasError: Another training holds the lock.
         KeyboardInterrupt: Stopped by a signal; the same call goes on from there.
     """
-    require_device("train.device", inputs.config.device)
     if inputs.manifest.capture.target != inputs.identity.digest:
         raise TrainError(
             f"the states are of target {inputs.manifest.capture.target[:16]}, expected {inputs.identity.digest[:16]}",
@@ -94,11 +112,14 @@ def train(inputs: Inputs, runs_root: Path, output: Path, metrics_folder: Path) -
         )
     drafter = new_drafter(inputs, ends, vocab)
     run = RunFolder(runs_root, inputs.run_key())
-    with disk_errors(runs_root), volume_lock(runs_root / LOCK_NAME, "train"):
-        trainer = Trainer(inputs.config, drafter, ends.head_VD, inputs.reader, run, metrics_folder)
+    with contextlib.ExitStack() as held:
+        held.enter_context(disk_errors(runs_root))
+        world.on_first(lambda: held.enter_context(volume_lock(runs_root / LOCK_NAME, "train")) and None)
+        trainer = Trainer(inputs.config, drafter, ends.head_VD, inputs.reader, run, metrics_folder, world)
         outcome = trainer.run()
-        meta = publish_drafter(output, drafter, _meta(inputs, drafter.shape, outcome))
-        run.remove()
+        trainer.settle_on_published()
+        meta = world.on_first(lambda: publish_drafter(output, drafter, _meta(inputs, drafter.shape, outcome)))
+        world.on_first(run.remove)
     return meta, outcome
 
 
@@ -115,4 +136,5 @@ def _meta(inputs: Inputs, shape: DrafterShape, outcome: Outcome) -> CheckpointMe
         seed=inputs.config.seed,
         revision=inputs.config.revision,
         files=(),
+        warm_start=inputs.config.warm_start_sha256,
     )

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.batches.loader import READ_AHEAD, BatchLoader, num_read_threads
-from eyas.batches.order import WINDOW_SHARDS, BatchOrder, Cursor, pack_order, shuffled, shuffled_by_shard
+from eyas.batches.loader import READ_AHEAD, BatchLoader, num_read_threads, order_of, plan_once, training_samples
+from eyas.batches.order import WINDOW_SHARDS, BatchOrder, Cursor, deal, pack_order, shuffled, shuffled_by_shard
+from eyas.batches.split import split_samples
 from eyas.contracts import StoredSample
 from eyas.errors import ConfigError, StoreError
 from eyas.shards.reader import StoredStates
@@ -46,6 +47,10 @@ class MemoryReader:
         T = sample.num_tokens
         empty, ids_T, mask_T = torch.zeros(T, 1), torch.zeros(T, dtype=torch.int32), torch.ones(T, dtype=torch.uint8)
         return StoredStates(sample, ids_T, mask_T, empty, empty, T, mask_T.bool())
+
+
+def make_loader(reader, batch_tokens, seed, **plan):
+    return BatchLoader(reader, order_of(reader, training_samples(reader), batch_tokens, seed).plan(Cursor(), **plan))
 
 
 def take(loader, count):
@@ -165,17 +170,17 @@ def test_any_cursor_goes_on_exactly_there(position, per_shard):
 
 def test_held_out_documents_are_never_read():
     reader = MemoryReader([stored(i, split="held_out" if i % 3 == 0 else "train") for i in range(12)])
-    batches = take(BatchLoader(reader, 10, 0), 8)
+    batches = take(make_loader(reader, 10, 0), 8)
     assert {s.split for b in batches for s in (d.sample for d in b.documents)} == {"train"}
     assert not set(reader.reads) & {stored(i).sample_id for i in range(0, 12, 3)}
 
 
 def test_an_epoch_reads_every_training_document_once():
     reader = MemoryReader([stored(i, num_tokens=1 + i % 4) for i in range(20)])
-    loader = BatchLoader(reader, 7, 5)
-    batches = take(loader, loader.batches_per_epoch())
+    num_batches = len(order_of(reader, reader.samples, 7, 5).epoch(0))
+    batches = take(make_loader(reader, 7, 5), num_batches)
     assert sorted(ids_of(batches)) == [s.sample_id for s in reader.samples]
-    assert batches[-1].after == Cursor(1, 0)
+    assert batches[-1].planned.after == Cursor(1, 0)
 
 
 @pytest.mark.parametrize("num_threads", [1, 8])
@@ -183,7 +188,7 @@ def test_reading_ahead_is_bounded_and_ends_with_the_context(monkeypatch, num_thr
     """Case 72: memory is bounded by the batches in flight, not by the set nor by the threads."""
     monkeypatch.setenv("EYAS_READ_THREADS", str(num_threads))
     reader = MemoryReader([stored(i) for i in range(100)])
-    with BatchLoader(reader, 5, 0) as loader:
+    with make_loader(reader, 5, 0) as loader:
         batches = iter(loader)
         for taken in (1, 2):
             next(batches)
@@ -205,9 +210,9 @@ def test_documents_come_in_order_however_long_each_takes(monkeypatch, num_thread
     place = {i: n for n, i in enumerate(i for _, indices in wanted for i in indices)}
     monkeypatch.setenv("EYAS_READ_THREADS", str(num_threads))
     reader = MemoryReader(samples, delay_s=lambda i: 0.004 * ((7 * place.get(i, 0)) % 5))
-    batches = take(BatchLoader(reader, 6, 2), 12)
+    batches = take(make_loader(reader, 6, 2), 12)
     assert ids_of(batches) == [samples[i].sample_id for _, indices in wanted for i in indices]
-    assert [b.after for b in batches] == [after for after, _ in wanted]
+    assert [b.planned.after for b in batches] == [after for after, _ in wanted]
 
 
 def test_documents_are_read_side_by_side(monkeypatch):
@@ -215,29 +220,99 @@ def test_documents_are_read_side_by_side(monkeypatch):
     monkeypatch.setenv("EYAS_READ_THREADS", "4")
     meeting = threading.Barrier(4, timeout=20)
     reader = MemoryReader([stored(i) for i in range(4)], delay_s=lambda i: meeting.wait() * 0)
-    assert len(take(BatchLoader(reader, 20, 0), 1)[0].documents) == 4
+    assert len(take(make_loader(reader, 20, 0), 1)[0].documents) == 4
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])
-def test_a_damaged_sample_stops_the_consumer_at_its_place_with_its_own_error(monkeypatch, num_threads):
-    """Two are damaged and the later one is read at once: the batches before come whole, then the first error."""
+def test_damaged_samples_are_named_in_their_own_batch_and_the_rest_keeps_its_order(monkeypatch, num_threads):
+    """Two are damaged and the later one is read at once: every batch is where it was, less these two."""
     monkeypatch.setenv("EYAS_READ_THREADS", str(num_threads))
     samples = [stored(i) for i in range(12)]
     order = shuffled([s.sample_id for s in samples], 0, 0)
     first, second = order[5], order[6]
     broken = [samples[first].sample_id, samples[second].sample_id]
     reader = MemoryReader(samples, broken, delay_s=lambda i: 0.1 if i == first else 0.0)
-    found = []
-
-    def consume():
-        with BatchLoader(reader, 10, 0) as loader:
-            for batch in loader:
-                found.append(batch)
-
-    with pytest.raises(StoreError, match=samples[first].sample_id):
-        consume()
-    assert ids_of(found) == [samples[i].sample_id for i in order[:4]]
+    batches = take(make_loader(reader, 10, 0), 6)
+    assert [[d.sample_id for d in batch.damaged] for batch in batches] == [[], [], broken[:1], broken[1:], [], []]
+    assert ids_of(batches) == [samples[i].sample_id for i in order if i not in (first, second)]
+    assert broken[0] in batches[2].damaged[0].error.message
     assert not reading_threads()
+
+
+def test_what_a_check_refuses_is_damaged():
+    def check(states):
+        if states.sample.num_tokens == 3:
+            raise StoreError("three tokens")
+
+    reader = MemoryReader([stored(i, num_tokens=3 if i == 4 else 5) for i in range(8)])
+    plan = order_of(reader, reader.samples, 100, 0).plan(Cursor())
+    (batch,) = take(BatchLoader(reader, plan, check), 1)
+    assert [d.sample_id for d in batch.damaged] == [f"{4:016x}"]
+    assert len(batch.documents) == 7
+
+
+@given(st.lists(st.integers(1, 9000), min_size=1, max_size=40), st.integers(1, 8))
+def test_dealt_packs_are_even(num_tokens, num_ranks):
+    """Case 71: no rank has more tokens than the lightest one and one pack; every rank has work when there is enough."""
+    ranks = deal(num_tokens, num_ranks)
+    loads = [sum(t for t, r in zip(num_tokens, ranks, strict=True) if r == rank) for rank in range(num_ranks)]
+    assert sum(loads) == sum(num_tokens)
+    assert max(loads) <= min(loads) + max(num_tokens)
+    assert len(set(ranks)) == min(num_ranks, len(num_tokens))
+
+
+@pytest.mark.parametrize(("packs_per_step", "num_ranks"), [(1, 1), (3, 1), (4, 2), (5, 3)])
+def test_ranks_read_disjoint_packs_that_make_the_same_steps(packs_per_step, num_ranks):
+    """Whatever the number of ranks, step n holds the same documents and the same cursor follows it."""
+    reader = MemoryReader([stored(i, num_tokens=1 + i % 7) for i in range(30)])
+    order = order_of(reader, reader.samples, 9, 2)
+    whole = [indices for _, indices in itertools.islice(order(Cursor()), packs_per_step * 6)]
+    expected = [
+        sorted(f"{i:016x}" for pack in whole[n * packs_per_step :][:packs_per_step] for i in pack) for n in range(6)
+    ]
+    steps, cursors = [[] for _ in range(6)], []
+    for rank in range(num_ranks):
+        plan, seen = order.plan(Cursor(), packs_per_step, rank, num_ranks), []
+        for step in steps:
+            for planned in plan:
+                step.extend(planned.sample_ids)
+                if planned.ends_step:
+                    break
+            seen.append(planned.after)
+        cursors.append(seen)
+    assert [sorted(step) for step in steps] == expected
+    assert all(seen == cursors[0] for seen in cursors)
+
+
+def test_a_plan_of_one_pass_reads_every_sample_once_over_all_ranks():
+    samples = [stored(i, num_tokens=1 + i % 5) for i in range(23)]
+    names = [name for rank in range(3) for b in plan_once(samples, 8, rank, 3) for name in b.sample_ids]
+    assert sorted(names) == [s.sample_id for s in samples]
+
+
+# ── validation split ──────────────────────────────────────────────────────────────────────────
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=40), st.floats(0, 0.99), st.integers(0, 3))
+def test_the_split_is_by_conversation_disjoint_and_complete(conversations, share, seed):
+    samples = [
+        StoredSample(
+            sample_id=f"{i:016x}", num_tokens=5, conversation_id=f"c{name}", source="s",
+            split="held_out" if name % 5 == 4 else "train", variant="greedy",
+        )
+        for i, name in enumerate(conversations)
+    ]  # fmt: skip
+    training, validation = split_samples(samples, share, seed)
+    ids = {s.sample_id for s in samples if s.split == "train"}
+    assert {s.sample_id for s in training} | {s.sample_id for s in validation} == ids
+    assert len(training) + len(validation) == len(ids)
+    left, right = ({s.conversation_id for s in side} for side in (training, validation))
+    assert not left & right
+    if share == 0:
+        assert not right
+    elif len(left | right) > 1:
+        assert left
+        assert len(right) == min(max(1, round(share * len(left | right))), len(left | right) - 1)
 
 
 @pytest.mark.parametrize("taken", [0, 1, 5])
@@ -245,7 +320,7 @@ def test_a_damaged_sample_stops_the_consumer_at_its_place_with_its_own_error(mon
 def test_a_consumer_that_stops_early_leaves_no_thread_and_no_deadlock(monkeypatch, taken, num_threads):
     monkeypatch.setenv("EYAS_READ_THREADS", str(num_threads))
     reader = MemoryReader([stored(i) for i in range(200)], delay_s=lambda i: 0.002)
-    within(20, lambda: take(BatchLoader(reader, 40, 0), taken))
+    within(20, lambda: take(make_loader(reader, 40, 0), taken))
     assert not reading_threads()
     assert len(reader.reads) <= 8 * (taken + READ_AHEAD)
 
@@ -261,7 +336,7 @@ def test_a_hundred_thousand_samples_start_within_seconds():
     """Case 72: the first batch needs the index and one read, not a scan."""
     reader = MemoryReader([stored(i) for i in range(100_000)])
     start = time.perf_counter()
-    batch = take(BatchLoader(reader, 64, 0), 1)[0]
+    batch = take(make_loader(reader, 64, 0), 1)[0]
     assert len(batch.documents) == 12
     assert time.perf_counter() - start < 5
     assert len(reader.reads) <= 12 * (READ_AHEAD + 2)

@@ -1,8 +1,11 @@
 """The TTT loss restated as plainly as possible: one document at a time, every row at every step, float64.
 
 Knows nothing of packing, row pruning, shared projections, chunks or fused gradients. Written from the
-definition (hidden t, token t+k+1 → token t+k+2), not from the code under test.
+definition (hidden t, token t+k+1 → token t+k+2), not from the code under test. ``numeric_gradients`` holds
+its gradients, and those of anything else, against differences of values.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +58,10 @@ def document_logits(w, embedding, shape, ids, aux, steps):
     p = "midlayer."
     for k in range(steps):
         token = norm(embedding[padded[k + 1 : k + 1 + T]].double(), w[p + "input_layernorm.weight"], eps)
-        x = torch.cat([token, norm(hidden, w[p + "hidden_norm.weight"], eps)], -1)
+        read = norm(hidden, w[p + "hidden_norm.weight"], eps)
+        x = torch.cat([token, read], -1)
+        if shape.norm_before_residual:
+            hidden = read
         positions = torch.arange(T) + k
         q = rope((x @ w[p + "self_attn.q_proj.weight"].T).view(T, H, K), positions, shape.rope_theta)
         key = rope((x @ w[p + "self_attn.k_proj.weight"].T).view(T, G, K), positions, shape.rope_theta)
@@ -79,14 +85,55 @@ def document_logits(w, embedding, shape, ids, aux, steps):
     return torch.stack(logits)
 
 
-def reference_loss(w, embedding, head, d2t, shape, documents, steps, decay, mask_oov=True):
+LK_DECAY = 3.0
+
+
+def row_loss(target, logits, kind="kl", top_k=0, weight=None):
+    """(loss of one row, weight of its KL part) from the target's and the draft's logits over the draft vocab.
+
+    kl  sum p log(p / q), the target reduced to its ``top_k`` largest logits (all that equal the last one too)
+    ce  -log q at the target's first largest logit
+    lk  w KL + (1 - w) (1 - sum min(p, q)), w = exp(-3 sum min(p, q)) a constant; ``weight`` gives w instead
+    """
+    log_q = logits.log_softmax(-1)
+    if kind == "ce":
+        return -log_q[int(target.argmax())], None
+    smallest = target.sort(descending=True).values[min(top_k or len(target), len(target)) - 1]
+    stays = [i for i in range(len(target)) if target[i] >= smallest]
+    log_p, log_q_there = target[stays].log_softmax(-1), log_q[stays]
+    kl = (log_p.exp() * (log_p - log_q_there)).sum()
+    if kind == "kl":
+        return kl, None
+    accepted = torch.minimum(log_p.exp(), log_q_there.exp()).sum()
+    weight = math.exp(-LK_DECAY * float(accepted.detach())) if weight is None else weight
+    return weight * kl + (1 - weight) * (1 - accepted), weight
+
+
+def reference_loss(
+    w,
+    embedding,
+    head,
+    d2t,
+    shape,
+    documents,
+    steps,
+    decay,
+    mask_oov=True,
+    kind="kl",
+    top_k=0,
+    anchors=None,
+    lk_weights=None,
+):
     """(total, per-step losses, trained rows per step, rows left out because the argmax is out of vocab).
 
     documents: (ids [T], mask [T], aux [T,A,D], last [T,D]); head [V,D] of the target; w: name → float64.
+    anchors: per document the rows that may train; None is every row.
+    lk_weights: (document, row, step) → weight of the KL part, filled when it is not there.
     """
     draft_ids = torch.arange(len(d2t)) + d2t
     sums, counts, oov = [0.0] * steps, [0] * steps, 0
-    for ids, mask, aux, last in documents:
+    lk_weights = {} if lk_weights is None else lk_weights
+    for number, (ids, mask, aux, last) in enumerate(documents):
         logits = document_logits(w, embedding, shape, ids, aux, steps)
         target = last.double() @ head.double().T
         for k in range(steps):
@@ -97,8 +144,33 @@ def reference_loss(w, embedding, head, d2t, shape, documents, steps, decay, mask
                 if mask_oov and int(full.argmax()) not in draft_ids.tolist():
                     oov += 1
                     continue
-                p = full[draft_ids].softmax(-1)
-                sums[k] = sums[k] + (p * (p.log() - logits[k, t].log_softmax(-1))).sum()
+                if anchors is not None and t not in anchors[number]:
+                    continue
+                place = (number, t, k)
+                value, weight = row_loss(full[draft_ids], logits[k, t], kind, top_k, lk_weights.get(place))
+                lk_weights.setdefault(place, weight)
+                sums[k] = sums[k] + value
                 counts[k] += 1
     losses = [s / n if n else torch.zeros((), dtype=torch.float64) for s, n in zip(sums, counts, strict=True)]
     return sum(decay**k * loss for k, loss in enumerate(losses)), losses, counts, oov
+
+
+def numeric_gradients(value, tensors, seed=0, size=1e-4):
+    """name → (a random direction of length 1, derivative of ``value()`` along it) by differences of fourth order.
+
+    value: a float from the tensors as they are now; tensors: name → float64 tensor, put back afterwards.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    slopes = {}
+    for name, tensor in tensors.items():
+        direction = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        direction /= direction.norm()
+        there = tensor.detach().clone()
+        values = []
+        with torch.no_grad():
+            for step in (-2, -1, 1, 2):
+                tensor.copy_(there + step * size * direction)
+                values.append(float(value()))
+            tensor.copy_(there)
+        slopes[name] = direction, (values[0] - 8 * values[1] + 8 * values[2] - values[3]) / (12 * size)
+    return slopes

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_ttt import D2T_W, ENDS_OPEN, TWO_SPANS, head_of, make_documents, make_drafter, ours, packed
+from drafter_world import ENDS_OPEN, TARGET_IDS_W, TWO_SPANS, head_of, make_documents, make_drafter, ours, packed
 
 from eyas.drafter.loss import ttt_loss
 from eyas.drafter.weights import FlatWeights
@@ -17,7 +17,7 @@ def test_gradients_are_those_of_autograd(train_head):
     flat = FlatWeights(drafter, torch.float64)
     pack = packed(drafter, documents, head_VD, 3)
     for passes in (1, 2):  # gradients sum up over packs
-        ttt_loss(drafter, pack, head_VD[torch.arange(20) + D2T_W], 0.8, weights=flat)[0].backward()
+        ttt_loss(drafter, pack, head_VD[TARGET_IDS_W], 0.8, weights=flat)[0].backward()
         assert set(flat.grad_views) == set(expected)
         for name, grad in flat.grad_views.items():
             torch.testing.assert_close(grad, passes * expected[name], rtol=1e-10, atol=1e-12)
@@ -47,7 +47,7 @@ def test_num_trained_of_many_packs_divides_the_sum():
     flat = FlatWeights(drafter, torch.float64)
     for document in documents:
         pack = packed(drafter, [document], head_VD, 3)
-        teacher_WD = head_VD[torch.arange(20) + D2T_W]
+        teacher_WD = head_VD[TARGET_IDS_W]
         ttt_loss(drafter, pack, teacher_WD, 0.8, weights=flat, num_trained_S=whole.num_trained)[0].backward()
     for name, grad in flat.grad_views.items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-10, atol=1e-12)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peer_rules import specforge_trains
 from safetensors.torch import load_file
 
 from eyas.contracts import DrafterShape
@@ -53,16 +54,11 @@ def make_drafter(tensors, config):
 
 
 def peer_pack(tensors, drafter, head_VD, steps):
-    """Rows as the peer supervises them: row t at step k iff loss_mask[t+k] and the argmax is in the draft vocab."""
     ids_BT, mask_BT = tensors["batch.input_ids"], tensors["batch.loss_mask"].bool()
     B, T = ids_BT.shape
     last_TD = tensors["batch.target"].flatten(0, 1)
     in_vocab_BT = drafter.t2d[teacher_ids(last_TD, head_VD)].view(B, T)
-    trains = torch.zeros(B, T, steps, dtype=torch.bool)
-    for k in range(steps):
-        n = T - k - 1
-        trains[:, :n, k] = mask_BT[:, k : k + n] & in_vocab_BT[:, k + 1 :]
-    trains = trains.flatten(0, 1)
+    trains = torch.cat([specforge_trains(*both, steps) for both in zip(mask_BT, in_vocab_BT, strict=True)])
     return plan_pack(
         ids_T=ids_BT.flatten(),
         aux_TAD=[tensors["batch.hidden_state"].view(B * T, 3, -1)],
@@ -93,8 +89,8 @@ def test_loss_and_gradients_equal_the_peer(case):
     for k, kl in enumerate(report.losses_S.tolist()):
         rows = pack.rows_R[: pack.num_rows[k]][pack.trains_RS[: pack.num_rows[k], k]]
         plosses.append(kl * shares[k] + float(entropy_T[rows + k + 1].sum()) / num_positions)
-    assert plosses == pytest.approx(expected["plosses"], abs=1e-6)
-    assert sum(decay**k * x for k, x in enumerate(plosses)) == pytest.approx(expected["loss"], abs=1e-6)
+    assert plosses == pytest.approx(expected["plosses"], rel=1e-5)
+    assert sum(decay**k * x for k, x in enumerate(plosses)) == pytest.approx(expected["loss"], rel=1e-5)
 
     compared = 0
     for name, parameter in drafter.named_parameters():

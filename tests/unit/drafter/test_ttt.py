@@ -5,118 +5,33 @@ import dataclasses
 import drafter_reference as reference
 import pytest
 import torch
+from drafter_world import (
+    D2T_W,
+    ENDS_OPEN,
+    LONG,
+    SHAPE,
+    TWO_SPANS,
+    agree,
+    compare,
+    head_of,
+    make_documents,
+    make_drafter,
+    ours,
+    packed,
+    theirs,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.contracts import DrafterShape
 from eyas.drafter import loss, rows, spans
 from eyas.drafter.loss import ttt_loss
-from eyas.drafter.model import Drafter
+from eyas.drafter.objective import Objective
 from eyas.drafter.precision import matmul_dtype
 from eyas.drafter.rows import Document, pack_documents, steps_in_span_T
 from eyas.drafter.teacher import teacher_ids
 from eyas.drafter.ttt import draft_tokens, unroll
 from eyas.drafter.weights import Weight
 from eyas.errors import DataError
-
-SHAPE = DrafterShape(
-    target_hidden_size=16,
-    hidden_size=16,
-    intermediate_size=24,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    num_aux=3,
-    vocab_size=40,
-    draft_vocab_size=20,
-    rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
-    max_position_embeddings=64,
-    fc_norm=False,
-    norm_output=False,
-)
-D2T_W = torch.arange(20)  # every second target id
-
-
-def make_drafter(shape=SHAPE, train_head=False, seed=0):
-    torch.manual_seed(seed)
-    drafter = Drafter(shape).double()
-    t2d_V = torch.zeros(shape.vocab_size, dtype=torch.bool)
-    t2d_V[torch.arange(20) + D2T_W] = True
-    drafter.set_target(torch.randn(shape.vocab_size, 16).bfloat16(), D2T_W, t2d_V)
-    for parameter in drafter.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    drafter.lm_head.weight.requires_grad_(train_head)
-    return drafter
-
-
-def make_documents(masks, seed=1, num_aux=3):
-    generator = torch.Generator().manual_seed(seed)
-    documents = []
-    for mask in masks:
-        T = len(mask)
-        documents.append(
-            (
-                torch.randint(0, 40, (T,), generator=generator),
-                torch.tensor(mask),
-                torch.randn(T, num_aux, 16, generator=generator, dtype=torch.float64),
-                torch.randn(T, 16, generator=generator, dtype=torch.float64) * 2,
-            )
-        )
-    return documents
-
-
-def head_of(drafter, seed=2):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(drafter.shape.vocab_size, 16, generator=generator, dtype=torch.float64)
-
-
-def packed(drafter, documents, head_VD, steps, mask_oov=True, multiple=1):
-    def in_vocab(last):
-        return drafter.t2d[teacher_ids(last, head_VD)] if mask_oov else None
-
-    whole = [Document(ids, mask, aux, last, in_vocab(last)) for ids, mask, aux, last in documents]
-    return pack_documents(whole, steps, multiple)
-
-
-def ours(drafter, documents, head_VD, steps, decay=0.8, mask_oov=True, multiple=1):
-    pack = packed(drafter, documents, head_VD, steps, mask_oov, multiple)
-    drafter.zero_grad()
-    total, report = ttt_loss(drafter, pack, head_VD[torch.arange(20) + D2T_W], decay)
-    total.backward()
-    grads = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
-    return report, grads, pack
-
-
-def value(drafter, pack, teacher_WD):
-    return ttt_loss(drafter, pack, teacher_WD, 0.8)[1].total(0.8)
-
-
-def theirs(drafter, documents, head_VD, steps, decay=0.8, mask_oov=True):
-    weights = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in drafter.named_parameters()}
-    total, losses, counts, oov = reference.reference_loss(
-        weights, drafter.embed_tokens.weight, head_VD, D2T_W, drafter.shape, documents, steps, decay, mask_oov
-    )
-    total.backward()
-    return total.detach(), losses, counts, oov, {n: w.grad for n, w in weights.items() if w.grad is not None}
-
-
-def agree(drafter, documents, steps, mask_oov=True, multiple=1):
-    head_VD = head_of(drafter)
-    report, grads, pack = ours(drafter, documents, head_VD, steps, mask_oov=mask_oov, multiple=multiple)
-    total, losses, counts, oov, expected = theirs(drafter, documents, head_VD, steps, mask_oov=mask_oov)
-    assert report.num_trained_S.tolist() == counts[: len(report.num_trained_S)]
-    assert pack.num_oov == oov
-    assert report.total(0.8) == pytest.approx(float(total), rel=1e-11)
-    for k, value in enumerate(report.losses_S):
-        torch.testing.assert_close(value, losses[k].detach(), rtol=1e-11, atol=1e-12)
-    assert grads.keys() == expected.keys()
-    for name, grad in grads.items():
-        torch.testing.assert_close(grad, expected[name], rtol=1e-9, atol=1e-11, msg=name)
-
-
-TWO_SPANS = [0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 0, 1, 1, 1]
-ENDS_OPEN = [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
@@ -155,26 +70,31 @@ def test_a_trained_head_equals_the_restatement():
     agree(make_drafter(train_head=True), make_documents([TWO_SPANS, ENDS_OPEN]), 3)
 
 
-def test_small_chunks_and_blocks_change_nothing(monkeypatch):
+@pytest.mark.parametrize("tile", [(1, 1), (2, 3), (5, 4)])
+def test_small_chunks_and_tiles_change_nothing(monkeypatch, tile):
     """Case 65: whatever way the attention and the logits are cut, loss and gradients are the same."""
-    monkeypatch.setattr(spans, "BLOCK_SCORES", 1)
+    monkeypatch.setattr(spans, "TILE_ROWS", tile[0])
+    monkeypatch.setattr(spans, "TILE_KEYS", tile[1])
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 3 * 20)
     agree(make_drafter(train_head=True), make_documents([TWO_SPANS, ENDS_OPEN, [1] * 6]), 3)
 
 
-def test_attention_of_a_long_document_is_cut_into_bounded_blocks():
-    """Case 27: T = 16,384, S = 7, 32 heads: dense scores would be 32 * T * T * 4 = 34 GB a step, a block stays at 32 MiB."""
+def test_attention_of_a_long_document_is_cut_into_bounded_tiles():
+    """Case 27: T = 16,384, S = 7, 32 heads: dense scores would be 32 * T * T * 4 = 34 GB a step, a tile is 2 MiB."""
     T, steps, heads = 16_384, 7, 32
     states = torch.zeros(T, 1)
     pack = pack_documents([Document(torch.zeros(T, dtype=torch.int64), torch.ones(T), states[:, None], states)], steps)
     assert heads * T * T * 4 == 34_359_738_368
-    for count, plan in zip(pack.num_rows, pack.attention, strict=True):
-        blocks = plan.blocks(heads)
-        assert max(4 * heads * block.hidden_XY.numel() for block in blocks) <= 32 * 2**20
-        assert sorted(torch.cat([block.rows_X for block in blocks]).tolist()) == list(range(count))
-        for block in blocks:
-            seen_X = (~block.hidden_XY).sum(1)
-            assert torch.equal(seen_X, pack.rows_R[block.rows_X] + 1)
+    assert heads * spans.TILE_ROWS * spans.TILE_KEYS * 4 == 2 * 2**20
+    for plan in pack.attention:
+        seen_R = torch.zeros(len(plan.tiles()) * spans.TILE_ROWS, dtype=torch.int64)
+        for n, tiles in enumerate(plan.tiles()):
+            rows = slice(n * spans.TILE_ROWS, (n + 1) * spans.TILE_ROWS)
+            for tile in tiles:
+                seen_R[rows] += spans.TILE_KEYS if tile.hidden_XY is None else (~tile.hidden_XY).sum(1)
+            assert len(tiles) <= n + 1, "the causal half is left out"
+        assert torch.equal(seen_R[: len(plan.places_R)], plan.places_R + 1)
+        assert not seen_R[len(plan.places_R) :].any()
 
 
 def test_the_targets_choice_is_taken_in_chunks(monkeypatch):
@@ -191,25 +111,58 @@ def test_the_targets_choice_is_taken_in_chunks(monkeypatch):
     assert torch.equal(ids_T, (last_TD @ head_VD.T).argmax(-1))
 
 
-def test_leaving_out_a_needed_row_shows(monkeypatch):
-    """Negative control: rows chosen by 'trains at this step' instead of 'trains at this step or later' fail."""
-    drafter = make_drafter()
-    documents = make_documents([TWO_SPANS, ENDS_OPEN])
+S = 4
+RIGHT_ROWS = {
+    "rows that train at this step or later": lambda trains_TS: (trains_TS * torch.arange(1, S + 1)).amax(1),
+    "every row at every step": lambda trains_TS: torch.full((len(trains_TS),), S),
+    "every row that trains at all, at every step": lambda trains_TS: trains_TS.any(1) * S,
+}
+WRONG_ROWS = {
+    "the supervised rows: those that train at step 0": lambda trains_TS: trains_TS[:, 0] * S,
+    "rows that train at this step": lambda trains_TS: trains_TS.int().cumprod(1).sum(1),
+    "as many steps as train": lambda trains_TS: trains_TS.sum(1),
+    "rows that train at the next step": lambda trains_TS: ((trains_TS * torch.arange(1, S + 1)).amax(1) - 1).clamp_min(
+        0
+    ),
+}
+
+
+def with_rows(monkeypatch, name, wrapped):
+    """Loss and gradients with a part of the plan changed, and the restatement, which runs every row at every step."""
+    monkeypatch.setattr(rows, name, wrapped)
+    drafter, documents = make_drafter(), make_documents([TWO_SPANS, LONG])
     head_VD = head_of(drafter)
-    pack = packed(drafter, documents, head_VD, 3)
-    late = pack.rows_R[~pack.trains_RS[:, 0] & pack.trains_RS.any(1)]
-    assert len(late), "the case needs a row that only trains at a later step"
-    teacher_WD = head_VD[torch.arange(20) + D2T_W]
-    right = value(drafter, pack, teacher_WD)
+    return ours(drafter, documents, head_VD, S), theirs(drafter, documents, head_VD, S)
+
+
+def test_the_case_tells_the_choices_of_rows_apart(monkeypatch):
+    """Without rows that train late, pause or end early a wrong choice could not show."""
+    drafter = make_drafter()
+    pack = packed(drafter, make_documents([TWO_SPANS, LONG]), head_of(drafter), S)
+    patterns = {tuple(row) for row in pack.trains_RS.int().tolist()}
+    assert any(row[0] == 0 for row in patterns)
+    assert any(row[0] == 1 and 0 in row[: max(k for k in range(S) if row[k])] for row in patterns)
+    assert any(row[0] == 1 and row[-1] == 0 for row in patterns)
+
+
+@pytest.mark.parametrize("choice", RIGHT_ROWS.values(), ids=RIGHT_ROWS.keys())
+def test_rows_that_train_at_a_step_or_later_are_enough(monkeypatch, choice):
+    """More rows change nothing: what is left out is read by nobody."""
+    compare(*with_rows(monkeypatch, "steps_to_run_T", choice))
+
+
+@pytest.mark.parametrize("choice", WRONG_ROWS.values(), ids=WRONG_ROWS.keys())
+def test_leaving_out_a_needed_row_shows(monkeypatch, choice):
+    """Negative control: a trainer that chose the supervised rows was wrong, and its own check shared the mistake."""
     real = rows.plan_pack
 
-    def wrong_rows(*, trains_TS, **others):
-        trains_TS[late] = False
-        return real(trains_TS=trains_TS, **others)
+    def with_few_rows(*, trains_TS, **others):
+        runs_TS = torch.arange(S) < choice(trains_TS)[:, None]
+        return real(trains_TS=trains_TS & runs_TS, **others)
 
-    monkeypatch.setattr(rows, "plan_pack", wrong_rows)
-    wrong = packed(drafter, documents, head_VD, 3)
-    assert abs(value(drafter, wrong, teacher_WD) - right) > 1e-6
+    found, expected = with_rows(monkeypatch, "plan_pack", with_few_rows)
+    with pytest.raises(AssertionError):
+        compare(found, expected)
 
 
 @settings(max_examples=25, deadline=None)
@@ -260,9 +213,11 @@ def test_the_last_position_never_trains_and_padding_changes_nothing():
     assert pack.num_trained == (3, 2)
     zeros = (torch.zeros(4, dtype=torch.long), torch.zeros(4), torch.zeros(4, 3, 16), torch.zeros(4, 16))
     longer = tuple(torch.cat([a, b.to(a.dtype)]) for a, b in zip((ids, mask, aux, last), zeros, strict=True))
-    teacher_WD = head_VD[torch.arange(20) + D2T_W]
-    longer_pack = packed(drafter, [longer], head_VD, 2, mask_oov=False)
-    assert value(drafter, longer_pack, teacher_WD) == pytest.approx(value(drafter, pack, teacher_WD), rel=1e-14)
+    report, grads, _ = ours(drafter, [(ids, mask, aux, last)], head_VD, 2, mask_oov=False)
+    longer_report, longer_grads, _ = ours(drafter, [longer], head_VD, 2, mask_oov=False)
+    torch.testing.assert_close(longer_report.losses_S, report.losses_S, rtol=1e-14, atol=0)
+    for name, grad in longer_grads.items():
+        torch.testing.assert_close(grad, grads[name], rtol=1e-11, atol=1e-14, msg=name)
 
 
 def test_packed_documents_never_see_each_other():
@@ -290,6 +245,8 @@ def test_mask_of_two_dimensions_is_refused():
     ids, mask, aux, last = make_documents([[0, 1, 1]])[0]
     with pytest.raises(DataError, match=r"mask_T has shape \(3, 1\)"):
         pack_documents([Document(ids, mask[:, None], aux, last)], 1)
+    with pytest.raises(DataError, match=r"mask_T has shape \(2,\), expected 3 tokens"):
+        pack_documents([Document(ids, mask[:2], aux, last)], 1)
     with pytest.raises(DataError, match="expected one dimension"):
         steps_in_span_T(mask[None])
 
@@ -336,7 +293,8 @@ def test_the_loss_reads_the_states_of_teachers_alone():
     assert not any(bool(gradient.isfinite().all()) for gradient in found)
 
 
-def test_kl_and_gradient_are_float32_when_products_are_bfloat16():
+@pytest.mark.parametrize("chosen", [Objective(), Objective("ce"), Objective("lk"), Objective(top_k=4)], ids=str)
+def test_loss_and_gradient_are_float32_when_products_are_bfloat16(chosen):
     """Case 67: p and q closer than bf16 can tell. All inputs are bf16 numbers, so the products are exact."""
     generator = torch.Generator().manual_seed(0)
     ids, mask, aux, last = make_documents([ENDS_OPEN])[0]
@@ -346,14 +304,17 @@ def test_kl_and_gradient_are_float32_when_products_are_bfloat16():
     step = torch.randint(-1, 2, teacher_RE.shape, generator=generator) * 2.0**-8
     nudged = (teacher_RE * (1 + step)).bfloat16().float().requires_grad_()
     with matmul_dtype("bfloat16"):
-        total, report = loss.head_loss([nudged], Weight(W), pack, W, [1 / len(pack.rows_R)], measure=True)
+        scales = [1 / len(pack.rows_R)]
+        total, report = loss.head_loss([nudged], Weight(W), pack, W, scales, measure=True, objective=chosen)
         total.backward()
     exact = nudged.detach().double().requires_grad_()
-    p = (teacher_RE.double() @ W.double().T).softmax(-1)
-    kl = (p * (p.log() - (exact @ W.double().T).log_softmax(-1))).sum(-1).mean()
-    kl.backward()
-    assert 1e-6 < float(kl.detach()) < 1e-3
-    assert report.total(1.0) == pytest.approx(float(kl.detach()), rel=1e-2, abs=1e-6)
+    pairs = zip(teacher_RE.double() @ W.double().T, exact @ W.double().T, strict=True)
+    losses = [reference.row_loss(target, logits, chosen.kind, chosen.top_k)[0] for target, logits in pairs]
+    expected = sum(losses) / len(losses)
+    expected.backward()
+    if chosen == Objective():
+        assert 1e-6 < float(expected.detach()) < 1e-3
+    assert report.total(1.0) == pytest.approx(float(expected.detach()), rel=1e-2, abs=1e-6)
     allowed = float(exact.grad.abs().max()) * 1e-2
     torch.testing.assert_close(nudged.grad.double(), exact.grad, rtol=1e-2, atol=allowed)
 

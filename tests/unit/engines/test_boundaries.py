@@ -1,8 +1,10 @@
 """One table of layer-id spellings; expected lists are those in the servers' own documentation of each file."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from eyas.engines.boundaries import layer_ids
+from eyas.engines.boundaries import SGLANG_AS_IS, boundaries_of, layer_ids
 from eyas.errors import PlanError
 
 
@@ -39,3 +41,28 @@ def test_impossible_lists_are_refused(boundaries, spelling, model_type, message)
     """Cases 23 and 24: never a neighbouring layer instead."""
     with pytest.raises(PlanError, match=message):
         layer_ids(boundaries, spelling, model_type=model_type, num_layers=32)
+
+
+@pytest.mark.parametrize(
+    ("ids", "spelling", "model_type", "expected"),
+    [
+        ((1, 15, 28), "sglang", "llama", (2, 16, 29)),
+        ((3, 31, 59), "sglang", "kimi_k2", (3, 31, 59)),
+        ((1, 29, 57), "sglang", "kimi_k2", (2, 30, 58)),
+        ((2, 16, 32), "vllm", "kimi_k2", (2, 16, 32)),
+        ((0, 15, 28), "output_of_layer", "llama", (1, 16, 29)),
+    ],
+)
+def test_written_lists_are_read_as_their_readers_read_them(ids, spelling, model_type, expected):
+    """Case 23, the other way: Kimi's two published lists are one layer apart, and both are understood."""
+    assert boundaries_of(ids, spelling, model_type=model_type) == expected
+
+
+@given(
+    st.sets(st.integers(2, 60), min_size=1),
+    st.sampled_from(["sglang", "vllm", "output_of_layer"]),
+    st.sampled_from(["llama", *SGLANG_AS_IS]),
+)
+def test_there_and_back(boundaries, spelling, model_type):
+    listed = layer_ids(sorted(boundaries), spelling, model_type=model_type, num_layers=61)
+    assert boundaries_of(listed, spelling, model_type=model_type) == tuple(sorted(boundaries))

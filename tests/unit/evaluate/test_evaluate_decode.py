@@ -118,7 +118,7 @@ def test_wrong_drafts_give_one_token_a_round_and_the_same_text(target, prompts) 
 def test_any_drafts_give_the_same_text_in_the_rounds_of_the_walk(target, prompts, seed: int) -> None:
     import numpy as np
 
-    from eyas.evaluate.walk import walk
+    from eyas.drafter.walk import walk
 
     rng = np.random.default_rng(seed)
     wrong = [set(np.flatnonzero(rng.random(60) < 0.4).tolist()) for _ in prompts]

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from eyas.contracts import StoredSample
+from eyas.drafter.judged import UNKNOWN, target_argmax
 from eyas.errors import StoreError
-from eyas.evaluate.documents import UNKNOWN, target_argmax, walk_document
+from eyas.evaluate.documents import walk_document
 from eyas.evaluate.summary import alpha, summarise, tau
 from eyas.shards.reader import StoredStates
 

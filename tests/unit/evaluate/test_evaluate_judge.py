@@ -22,12 +22,12 @@ from eyas.contracts import (
     TargetIdentity,
     TokenSample,
 )
+from eyas.drafter.judged import target_argmax
 from eyas.drafter.model import Drafter
 from eyas.drafter.rows import Document, pack_documents
 from eyas.drafter.ttt import unroll
 from eyas.errors import EvaluateError
 from eyas.evaluate import judge as judge_module
-from eyas.evaluate.documents import target_argmax
 from eyas.evaluate.judge import judge, read_prompts, walk_group
 from eyas.evaluate.report import held_out
 from eyas.plan.build import build_plan

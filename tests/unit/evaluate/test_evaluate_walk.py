@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eyas.drafter.walk import Round, spans, trained_rows, walk
 from eyas.errors import DataError
 from eyas.evaluate.summary import WalkedDocument, alpha, summarise, tau, tau_interval
-from eyas.evaluate.walk import Round, spans, trained_rows, walk
 
 
 def document(rounds: tuple[Round, ...], name: str = "a", loop_share: float = 0.0, **changes: object) -> WalkedDocument:

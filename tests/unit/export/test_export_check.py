@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eyas.contracts import DrafterShape
+from eyas.drafter.rope import Rope
 from eyas.errors import ExportError
 from eyas.export import check, config_json, loaders, tensors
 
@@ -262,14 +266,33 @@ def test_missing_files_are_refused(tmp_path: Path) -> None:
         read(tmp_path, "sglang")
 
 
-def test_both_rope_schemas_equal_training() -> None:
-    """Case 79."""
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+def test_both_rope_schemas_equal_training(kind: str) -> None:
+    """Case 79: theta and scaling stand in both schemas, and transformers turns by each as training did."""
+    scaling = {
+        "default": None,
+        "linear": {"factor": 2.0},
+        "llama3": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
+        | {"original_max_position_embeddings": 64},
+        "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    }[kind]
+    pairs = None if scaling is None else tuple(sorted((scaling | {"rope_type": kind}).items()))
+    shape = replace(SHAPE, rope_scaling=pairs)
+    trained_cos_PK, trained_sin_PK = Rope(shape).table(100, "cpu", torch.float32)
+    half = shape.head_dim // 2
     for layer in (
-        config_json.sglang_config(SHAPE, IDS["sglang"], "bfloat16"),
-        config_json.vllm_config(SHAPE, IDS["vllm"], "bfloat16", "", "L")["transformer_layer_config"],
+        config_json.sglang_config(shape, IDS["sglang"], "bfloat16"),
+        config_json.vllm_config(shape, IDS["vllm"], "bfloat16", "", "L")["transformer_layer_config"],
     ):
         assert layer["rope_theta"] == layer["rope_parameters"]["rope_theta"] == 100000.0
-        assert layer["rope_parameters"]["rope_type"] == "default"
+        assert layer["rope_parameters"]["rope_type"] == kind
+        old = {name: value for name, value in layer.items() if name != "rope_parameters"}
+        new = {name: value for name, value in layer.items() if name not in ("rope_theta", "rope_scaling")}
+        for schema in (layer, old, new):
+            rotary = LlamaRotaryEmbedding(LlamaConfig(**copy.deepcopy(schema)))
+            cos, sin = rotary(torch.zeros(1), torch.arange(100)[None])
+            assert torch.allclose(cos[0], trained_cos_PK[:100], atol=1e-4)
+            assert torch.allclose(sin[0, :, half:], trained_sin_PK[:100, half:], atol=1e-4)
 
 
 def test_fully_named_target_is_written_and_an_empty_one_is_null() -> None:
@@ -281,9 +304,22 @@ def test_fully_named_target_is_written_and_an_empty_one_is_null() -> None:
 
 def test_shapes_that_a_server_would_run_differently_are_refused() -> None:
     with pytest.raises(ExportError, match="pass over fc"):
-        check.refuse_unservable(replace(SHAPE, num_aux=1))
+        check.refuse_unservable(replace(SHAPE, num_aux=1), ["vllm"])
     with pytest.raises(ExportError, match="share the target's embedding"):
-        check.refuse_unservable(replace(SHAPE, hidden_size=8))
+        check.refuse_unservable(replace(SHAPE, hidden_size=8), ["vllm"])
+
+
+def test_a_normed_residual_goes_to_vllm_alone() -> None:
+    """Case 77: SGLang would run another model."""
+    shape = replace(SHAPE, norm_before_residual=True)
+    with pytest.raises(ExportError, match="SGLang's residual is the raw hidden state"):
+        check.refuse_unservable(shape, ["vllm", "sglang"])
+    check.refuse_unservable(shape, ["vllm"])
+    config = config_json.vllm_config(shape, IDS["vllm"], "bfloat16", "", "L")
+    assert config["norm_before_residual"] is True
+    assert list(check.config_problems("vllm", config, shape, IDS["vllm"])) == []
+    config["norm_before_residual"] = False
+    assert "expected true as trained" in next(check.config_problems("vllm", config, shape, IDS["vllm"]))
 
 
 def test_weight_missing_from_the_checkpoint_is_refused() -> None:

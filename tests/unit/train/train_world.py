@@ -29,6 +29,7 @@ from eyas.shards.encode import Encoder
 from eyas.shards.reader import ShardReader, StoredStates
 from eyas.shards.writer import ShardAssembly
 from eyas.tokens.draft_vocab import DraftVocab
+from eyas.train.distributed import World
 from eyas.train.run import Inputs, train
 
 V, W, D, A = 60, 24, 16, 3
@@ -215,8 +216,9 @@ def make_inputs(folder, reader=None, drafter=None, **changes):
     )
 
 
-def run(folder, inputs):
-    return train(inputs, folder / "runs", folder / "drafter", folder / "metrics")
+def run(folder, inputs, world=None):
+    alone = World(0, 1, torch.device(inputs.config.device))
+    return train(inputs, folder / "runs", folder / "drafter", folder / "metrics", world or alone)
 
 
 def result_bytes(folder):

@@ -10,17 +10,13 @@ tokens, C = 2 G, S TTT steps. A line is one head of one row.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from eyas.drafter.spans import AttentionPlan
-
-LINES = 128
-"""Lines of a block: heads of a group times rows."""
-KEYS = 64
-LINES_PER_KEYS = 64
-"""Lines at a time where a program owns a block of keys."""
 
 
 @triton.jit
@@ -57,59 +53,101 @@ def _forward(
         key_at = (key.to(tl.int64) * 2 * G + group)[:, None] * K + columns[None, :]
         in_keys = (key < last)[:, None] & in_head[None, :]
         keys = tl.load(shared_ptr + key_at, mask=in_keys, other=0.0)
-        scores = _dot(q, tl.trans(keys)) * scale
+        scores = _dot(q, tl.trans(keys)) * (scale * 1.4426950408889634)
         seen = (key[None, :] >= begin[:, None]) & (key[None, :] <= place[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(maximum, tl.max(scores, axis=1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
-        shares = tl.exp(scores - safe[:, None])
-        rescale = tl.exp(maximum - safe)
+        shares = tl.exp2(scores - safe[:, None])
+        rescale = tl.exp2(maximum - safe)
         total = total * rescale + tl.sum(shares, axis=1)
         values = tl.load(shared_ptr + key_at + G * K, mask=in_keys, other=0.0)
         mixed = mixed * rescale[:, None] + _dot(shares.to(values.dtype), values)
         maximum = higher
     wide_q = q.to(tl.float32)
-    for k in range(0, step):
+    for k in range(step):
         own_at = k * own_stride + (row * 2 * G + group)[:, None] * K + columns[None, :]
         key = tl.load(own_ptr + own_at, mask=tile, other=0.0).to(tl.float32)
-        score = tl.sum(wide_q * key, axis=1) * scale
+        score = tl.sum(wide_q * key, axis=1) * (scale * 1.4426950408889634)
         higher = tl.maximum(maximum, score)
-        share, rescale = tl.exp(score - higher), tl.exp(maximum - higher)
+        share, rescale = tl.exp2(score - higher), tl.exp2(maximum - higher)
         value = tl.load(own_ptr + own_at + G * K, mask=tile, other=0.0).to(tl.float32)
         total = total * rescale + share
         mixed = mixed * rescale[:, None] + share[:, None] * value
         maximum = higher
     mixed = mixed / total[:, None]
     tl.store(mixed_ptr + q_at, mixed.to(mixed_ptr.dtype.element_ty), mask=tile)
-    tl.store(lse_ptr + row * H + group * P + head, maximum + tl.log(total), mask=valid)
+    tl.store(lse_ptr + n.to(tl.int64) * H + group * P + head, maximum * 0.6931471805599453 + tl.log(total), mask=valid)
 
 
 @triton.jit(do_not_specialize=["step"])
+def _backward_own(
+    q_ptr, own_ptr, mixed_ptr, lse_ptr, grad_ptr, grad_q_ptr, grad_own_ptr, sorted_q_ptr, sorted_grad_ptr, delta_ptr,
+    order_ptr, R, own_stride, step, scale,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """What goes through the rows' own keys and values; delta, and queries and gradients in order of place."""
+    group = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    row = tl.load(order_ptr + n, mask=n < R, other=0).to(tl.int64)
+    heads = tl.arange(0, BLOCK_P)
+    columns = tl.arange(0, BLOCK_K)
+    in_head = (columns < K)[None, None, :]
+    valid = (n < R)[:, None] & (heads < P)[None, :]
+    tile = valid[:, :, None] & in_head
+    head_at = row[:, None] * H + group * P + heads[None, :]
+    q_at = head_at[:, :, None] * K + columns[None, None, :]
+    q = tl.load(q_ptr + q_at, mask=tile, other=0.0)
+    grad = tl.load(grad_ptr + q_at, mask=tile, other=0.0)
+    sorted_at = n.to(tl.int64)[:, None] * H + group * P + heads[None, :]
+    tl.store(sorted_q_ptr + sorted_at[:, :, None] * K + columns[None, None, :], q, mask=tile)
+    tl.store(sorted_grad_ptr + sorted_at[:, :, None] * K + columns[None, None, :], grad, mask=tile)
+    q, grad = q.to(tl.float32), grad.to(tl.float32)
+    delta = tl.sum(grad * tl.load(mixed_ptr + q_at, mask=tile, other=0.0).to(tl.float32), axis=2)
+    tl.store(delta_ptr + sorted_at, delta, mask=valid)
+    lse = tl.load(lse_ptr + sorted_at, mask=valid, other=float("inf"))
+    grad_q = tl.zeros([BLOCK_R, BLOCK_P, BLOCK_K], tl.float32)
+    own_tile = (n < R)[:, None] & (columns < K)[None, :]
+    for k in range(step):
+        own_at = k * own_stride + (row * 2 * G + group)[:, None] * K + columns[None, :]
+        key = tl.load(own_ptr + own_at, mask=own_tile, other=0.0).to(tl.float32)[:, None, :]
+        value = tl.load(own_ptr + own_at + G * K, mask=own_tile, other=0.0).to(tl.float32)[:, None, :]
+        share = tl.exp(tl.sum(q * key, axis=2) * scale - lse)
+        grad_score = share * (tl.sum(grad * value, axis=2) - delta) * scale
+        grad_q += grad_score[:, :, None] * key
+        grad_key = tl.sum(grad_score[:, :, None] * q, axis=1)
+        grad_value = tl.sum(share[:, :, None] * grad, axis=1)
+        kind = grad_own_ptr.dtype.element_ty
+        before = tl.load(grad_own_ptr + own_at, mask=own_tile, other=0.0).to(tl.float32)
+        tl.store(grad_own_ptr + own_at, (before + grad_key).to(kind), mask=own_tile)
+        before = tl.load(grad_own_ptr + own_at + G * K, mask=own_tile, other=0.0).to(tl.float32)
+        tl.store(grad_own_ptr + own_at + G * K, (before + grad_value).to(kind), mask=own_tile)
+    tl.store(grad_q_ptr + q_at, grad_q.to(grad_q_ptr.dtype.element_ty), mask=tile)
+
+
+@triton.jit
 def _backward_rows(
-    q_ptr, shared_ptr, own_ptr, mixed_ptr, lse_ptr, grad_ptr, delta_ptr, grad_q_ptr, grad_own_ptr,
-    order_ptr, places_ptr, begins_ptr, R, own_stride, step, scale,
+    q_ptr, shared_ptr, lse_ptr, grad_ptr, delta_ptr, grad_q_ptr, order_ptr, places_ptr, begins_ptr, R, scale,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Y: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the queries and of the rows' own keys and values; delta for the other kernel."""
+    """Adds to the gradients of the queries what goes through the shared keys."""
     group = tl.program_id(1)
     lines = tl.arange(0, BLOCK_R * BLOCK_P)
     n, head = tl.program_id(0) * BLOCK_R + lines // BLOCK_P, lines % BLOCK_P
     exists = n < R
     valid = exists & (head < P)
-    row = tl.load(order_ptr + n, mask=exists, other=0).to(tl.int64)
     place = tl.load(places_ptr + n, mask=exists, other=-1)
     begin = tl.load(begins_ptr + n, mask=exists, other=2147483647)
     columns = tl.arange(0, BLOCK_K)
     in_head = columns < K
-    q_at = (row * H + group * P + head)[:, None] * K + columns[None, :]
     tile = valid[:, None] & in_head[None, :]
-    q = tl.load(q_ptr + q_at, mask=tile, other=0.0)
-    grad = tl.load(grad_ptr + q_at, mask=tile, other=0.0)
-    mixed = tl.load(mixed_ptr + q_at, mask=tile, other=0.0)
-    lse = tl.load(lse_ptr + row * H + group * P + head, mask=valid, other=float("inf"))
-    delta = tl.sum(grad.to(tl.float32) * mixed.to(tl.float32), axis=1)
-    tl.store(delta_ptr + row * H + group * P + head, delta, mask=valid)
+    line_at = n.to(tl.int64) * H + group * P + head
+    q = tl.load(q_ptr + line_at[:, None] * K + columns[None, :], mask=tile, other=0.0)
+    grad = tl.load(grad_ptr + line_at[:, None] * K + columns[None, :], mask=tile, other=0.0)
+    lse = tl.load(lse_ptr + line_at, mask=valid, other=float("inf")) * 1.4426950408889634
+    delta = tl.load(delta_ptr + line_at, mask=valid, other=0.0)
     grad_q = tl.zeros([BLOCK_R * BLOCK_P, BLOCK_K], tl.float32)
     y = tl.arange(0, BLOCK_Y)
     first, last = tl.min(begin, axis=0), tl.max(place, axis=0) + 1
@@ -120,35 +158,19 @@ def _backward_rows(
         keys = tl.load(shared_ptr + key_at, mask=in_keys, other=0.0)
         values = tl.load(shared_ptr + key_at + G * K, mask=in_keys, other=0.0)
         seen = (key[None, :] >= begin[:, None]) & (key[None, :] <= place[:, None])
-        shares = tl.where(seen, tl.exp(_dot(q, tl.trans(keys)) * scale - lse[:, None]), 0.0)
+        scores = _dot(q, tl.trans(keys)) * (scale * 1.4426950408889634)
+        shares = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
         grad_scores = shares * (_dot(grad, tl.trans(values)) - delta[:, None])
         grad_q += _dot(grad_scores.to(keys.dtype), keys)
-    wide_q, wide_grad = q.to(tl.float32), grad.to(tl.float32)
-    rows = tl.arange(0, BLOCK_R)
-    own_n = tl.program_id(0) * BLOCK_R + rows
-    own_row = tl.load(order_ptr + own_n, mask=own_n < R, other=0).to(tl.int64)
-    own_tile = (own_n < R)[:, None] & in_head[None, :]
-    for k in range(0, step):
-        line_at = k * own_stride + (row * 2 * G + group)[:, None] * K + columns[None, :]
-        key = tl.load(own_ptr + line_at, mask=tile, other=0.0).to(tl.float32)
-        value = tl.load(own_ptr + line_at + G * K, mask=tile, other=0.0).to(tl.float32)
-        share = tl.where(valid, tl.exp(tl.sum(wide_q * key, axis=1) * scale - lse), 0.0)
-        grad_score = share * (tl.sum(wide_grad * value, axis=1) - delta) * scale
-        grad_q += grad_score[:, None] * key / scale
-        grad_key = tl.sum(tl.reshape(grad_score[:, None] * wide_q, (BLOCK_R, BLOCK_P, BLOCK_K)), axis=1)
-        grad_value = tl.sum(tl.reshape(share[:, None] * wide_grad, (BLOCK_R, BLOCK_P, BLOCK_K)), axis=1)
-        own_at = k * own_stride + (own_row * 2 * G + group)[:, None] * K + columns[None, :]
-        before = tl.load(grad_own_ptr + own_at, mask=own_tile, other=0.0).to(tl.float32)
-        tl.store(grad_own_ptr + own_at, (before + grad_key).to(grad_own_ptr.dtype.element_ty), mask=own_tile)
-        before = tl.load(grad_own_ptr + own_at + G * K, mask=own_tile, other=0.0).to(tl.float32)
-        after = (before + grad_value).to(grad_own_ptr.dtype.element_ty)
-        tl.store(grad_own_ptr + own_at + G * K, after, mask=own_tile)
-    tl.store(grad_q_ptr + q_at, (grad_q * scale).to(grad_q_ptr.dtype.element_ty), mask=tile)
+    row = tl.load(order_ptr + n, mask=exists, other=0).to(tl.int64)
+    q_at = (row * H + group * P + head)[:, None] * K + columns[None, :]
+    grad_q = grad_q * scale + tl.load(grad_q_ptr + q_at, mask=tile, other=0.0).to(tl.float32)
+    tl.store(grad_q_ptr + q_at, grad_q.to(grad_q_ptr.dtype.element_ty), mask=tile)
 
 
 @triton.jit
 def _backward_keys(
-    q_ptr, shared_ptr, lse_ptr, grad_ptr, delta_ptr, grad_shared_ptr, order_ptr, places_ptr, begins_ptr,
+    q_ptr, shared_ptr, lse_ptr, grad_ptr, delta_ptr, grad_shared_ptr, places_ptr, begins_ptr,
     rows_before_ptr, ends_ptr, T, scale,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Y: tl.constexpr,
@@ -173,17 +195,17 @@ def _backward_keys(
         n, head = block + lines // BLOCK_P, lines % BLOCK_P
         exists = n < last
         valid = exists & (head < P)
-        row = tl.load(order_ptr + n, mask=exists, other=0).to(tl.int64)
         place = tl.load(places_ptr + n, mask=exists, other=-1)
         begin = tl.load(begins_ptr + n, mask=exists, other=2147483647)
-        q_at = (row * H + group * P + head)[:, None] * K + columns[None, :]
+        line_at = n.to(tl.int64) * H + group * P + head
         tile = valid[:, None] & in_head[None, :]
-        q = tl.load(q_ptr + q_at, mask=tile, other=0.0)
-        grad = tl.load(grad_ptr + q_at, mask=tile, other=0.0)
-        lse = tl.load(lse_ptr + row * H + group * P + head, mask=valid, other=float("inf"))
-        delta = tl.load(delta_ptr + row * H + group * P + head, mask=valid, other=0.0)
+        q = tl.load(q_ptr + line_at[:, None] * K + columns[None, :], mask=tile, other=0.0)
+        grad = tl.load(grad_ptr + line_at[:, None] * K + columns[None, :], mask=tile, other=0.0)
+        lse = tl.load(lse_ptr + line_at, mask=valid, other=float("inf")) * 1.4426950408889634
+        delta = tl.load(delta_ptr + line_at, mask=valid, other=0.0)
         seen = (key[:, None] >= begin[None, :]) & (key[:, None] <= place[None, :])
-        shares = tl.where(seen, tl.exp(_dot(keys, tl.trans(q)) * scale - lse[None, :]), 0.0)
+        scores = _dot(keys, tl.trans(q)) * (scale * 1.4426950408889634)
+        shares = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
         grad_values += _dot(shares.to(grad.dtype), grad)
         grad_scores = shares * (_dot(values, tl.trans(grad)) - delta[None, :])
         grad_keys += _dot(grad_scores.to(q.dtype), q)
@@ -193,24 +215,41 @@ def _backward_keys(
     tl.store(grad_shared_ptr + key_at + G * K, before + grad_values, mask=in_keys)
 
 
-def _sizes(H: int, G: int, K: int, lines: int) -> dict[str, int]:
-    block_p = triton.next_power_of_2(H // G)
-    return {
-        "H": H,
-        "G": G,
-        "P": H // G,
-        "K": K,
-        "BLOCK_P": block_p,
-        "BLOCK_R": max(1, lines // block_p),
-        "BLOCK_K": max(16, triton.next_power_of_2(K)),
-        "BLOCK_Y": KEYS,
-    }
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Lines and keys of a block, warps, and stages of the loads ahead; the fastest of those tried on an H200."""
+
+    lines: int
+    keys: int
+    warps: int
+    stages: int
+
+    def sizes(self, H: int, G: int, K: int) -> dict[str, int]:
+        """Compile-time arguments."""
+        block_p = triton.next_power_of_2(H // G)
+        return {
+            "H": H,
+            "G": G,
+            "P": H // G,
+            "K": K,
+            "BLOCK_P": block_p,
+            "BLOCK_R": max(1, self.lines // block_p),
+            "BLOCK_K": max(16, triton.next_power_of_2(K)),
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+
+FORWARD = Tile(128, 64, 8, 2)
+OWN = Tile(16, 0, 4, 1)
+ROWS = Tile(128, 64, 8, 2)
+KEYS = Tile(64, 64, 4, 2)
 
 
 def attend_forward(
     q_RHK: torch.Tensor, shared_TCK: torch.Tensor, own_SRCK: torch.Tensor, step: int, plan: AttentionPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mixed values [R,H,K] and log-sum-exp [R,H] of the rows of one step.
+    """Mixed values [R,H,K] of the rows of one step, and their log-sum-exp [R,H] in order of place.
 
     Args:
         q_RHK: Rotated queries.
@@ -222,10 +261,10 @@ def attend_forward(
     R, H, K = q_RHK.shape
     G = shared_TCK.shape[1] // 2
     mixed_RHK, lse_RH = torch.empty_like(q_RHK), q_RHK.new_empty(R, H, dtype=torch.float32)
-    sizes = _sizes(H, G, K, LINES)
+    sizes = FORWARD.sizes(H, G, K)
     _forward[(triton.cdiv(R, sizes["BLOCK_R"]), G)](
         q_RHK, shared_TCK, own_SRCK, mixed_RHK, lse_RH, plan.order_R, plan.places_R, plan.begins_R,
-        R, own_SRCK.stride(0), step, K**-0.5, **sizes, num_warps=8, num_stages=2,
+        R, own_SRCK.stride(0), step, K**-0.5, BLOCK_Y=FORWARD.keys, **sizes,
     )  # fmt: skip
     return mixed_RHK, lse_RH
 
@@ -242,17 +281,22 @@ def attend_backward(
     """Gradient of the queries; keys' and values' are added to ``sums`` (shared float32, own)."""
     q_RHK, mixed_RHK, lse_RH = saved
     (R, H, K), (T, C) = q_RHK.shape, shared_TCK.shape[:2]
-    G, grad_RHK = C // 2, grad_RHK.contiguous()
+    G, grad_RHK, scale = C // 2, grad_RHK.contiguous(), K**-0.5
     grad_q_RHK, delta_RH = torch.empty_like(q_RHK), torch.empty_like(lse_RH)
-    sizes = _sizes(H, G, K, LINES)
-    _backward_rows[(triton.cdiv(R, sizes["BLOCK_R"]), G)](
-        q_RHK, shared_TCK, own_SRCK, mixed_RHK, lse_RH, grad_RHK, delta_RH, grad_q_RHK, sums[1],
-        plan.order_R, plan.places_R, plan.begins_R, R, own_SRCK.stride(0), step, K**-0.5,
-        **sizes, num_warps=8, num_stages=2,
+    sorted_q_RHK, sorted_grad_RHK = torch.empty_like(q_RHK), torch.empty_like(q_RHK)
+    sizes = OWN.sizes(H, G, K)
+    _backward_own[(triton.cdiv(R, sizes["BLOCK_R"]), G)](
+        q_RHK, own_SRCK, mixed_RHK, lse_RH, grad_RHK, grad_q_RHK, sums[1], sorted_q_RHK, sorted_grad_RHK, delta_RH,
+        plan.order_R, R, own_SRCK.stride(0), step, scale, **sizes,
     )  # fmt: skip
-    sizes = _sizes(H, G, K, LINES_PER_KEYS)
-    _backward_keys[(triton.cdiv(T, KEYS), G)](
-        q_RHK, shared_TCK, lse_RH, grad_RHK, delta_RH, sums[0], plan.order_R, plan.places_R, plan.begins_R,
-        plan.rows_before_X, plan.ends_T, T, K**-0.5, **sizes, num_warps=8, num_stages=2,
+    sizes = ROWS.sizes(H, G, K)
+    _backward_rows[(triton.cdiv(R, sizes["BLOCK_R"]), G)](
+        sorted_q_RHK, shared_TCK, lse_RH, sorted_grad_RHK, delta_RH, grad_q_RHK,
+        plan.order_R, plan.places_R, plan.begins_R, R, scale, BLOCK_Y=ROWS.keys, **sizes,
+    )  # fmt: skip
+    sizes = KEYS.sizes(H, G, K)
+    _backward_keys[(triton.cdiv(T, KEYS.keys), G)](
+        sorted_q_RHK, shared_TCK, lse_RH, sorted_grad_RHK, delta_RH, sums[0], plan.places_R, plan.begins_R,
+        plan.rows_before_X, plan.ends_T, T, scale, BLOCK_Y=KEYS.keys, **sizes,
     )  # fmt: skip
     return grad_q_RHK

@@ -14,7 +14,7 @@ from eyas.drafter.pointwise import Rotation
 
 @triton.jit(do_not_specialize=["shift"])
 def _turn(
-    in_ptr, in_stride, other_ptr, places_ptr, cos_ptr, sin_ptr, positions_ptr, shift, out_ptr, X, num_turned,
+    in_ptr, in_stride, other_ptr, places_ptr, cos_ptr, sin_ptr, positions_ptr, shift, out_ptr, out_stride, X, num_turned,
     K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_X: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Forward: out = turn(in + other[place]). Backward: out = turn back(in); other[place] += out."""
@@ -37,19 +37,22 @@ def _turn(
     sin = tl.load(sin_ptr + position * K + columns, mask=columns < K, other=0.0)
     turned = x * cos - y * sin if BACKWARD else x * cos + y * sin
     out = tl.where(heads < num_turned, turned, x)
-    tl.store(out_ptr + (row * X + heads) * K + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * out_stride + heads * K + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
     if BACKWARD:
         before = tl.load(other_ptr + other_at, mask=known, other=0.0)
         tl.store(other_ptr + other_at, before + out, mask=known)
 
 
 def rotate_forward(
-    hidden_RXK: torch.Tensor, embedded_TXK: torch.Tensor, places_R: torch.Tensor, rotation: Rotation, num_turned: int
+    hidden_RXK: torch.Tensor,
+    embedded_TXK: torch.Tensor,
+    places_R: torch.Tensor,
+    rotation: Rotation,
+    num_turned: int,
+    out_RXK: torch.Tensor,
 ) -> torch.Tensor:
     """See ``pointwise.add_and_rotate``."""
-    out_RXK = torch.empty(hidden_RXK.shape, dtype=hidden_RXK.dtype, device=hidden_RXK.device)
-    _launch(hidden_RXK, embedded_TXK, places_R, rotation, num_turned, out_RXK, backward=False)
-    return out_RXK
+    return _launch(hidden_RXK, embedded_TXK, places_R, rotation, num_turned, out_RXK, backward=False)
 
 
 def rotate_backward(
@@ -58,11 +61,10 @@ def rotate_backward(
     rotation: Rotation,
     num_turned: int,
     grad_embedded_TXK: torch.Tensor,
+    out_RXK: torch.Tensor,
 ) -> torch.Tensor:
     """See ``pointwise.add_and_rotate_backward``; no two rows read the same place."""
-    out_RXK = torch.empty(grad_RXK.shape, dtype=grad_RXK.dtype, device=grad_RXK.device)
-    _launch(grad_RXK, grad_embedded_TXK, places_R, rotation, num_turned, out_RXK, backward=True)
-    return out_RXK
+    return _launch(grad_RXK, grad_embedded_TXK, places_R, rotation, num_turned, out_RXK, backward=True)
 
 
 def _launch(
@@ -74,11 +76,13 @@ def _launch(
     out_RXK: torch.Tensor,
     *,
     backward: bool,
-) -> None:
+) -> torch.Tensor:
     R, X, K = in_RXK.shape
     block_k = triton.next_power_of_2(K)
     block_x = max(1, min(triton.next_power_of_2(X), 2048 // block_k))
     _turn[(R, triton.cdiv(X, block_x))](
         in_RXK, in_RXK.stride(0), other_TXK, places_R, rotation.cos_PK, rotation.sin_PK, rotation.positions_R,
-        rotation.shift, out_RXK, X, num_turned, K=K, BLOCK_K=block_k, BLOCK_X=block_x, BACKWARD=backward,
+        rotation.shift, out_RXK, out_RXK.stride(0), X, num_turned, K=K, BLOCK_K=block_k, BLOCK_X=block_x,
+        BACKWARD=backward,
     )  # fmt: skip
+    return out_RXK

@@ -18,6 +18,8 @@ from eyas.shards.reader import ShardReader
 
 REPORTS = Path("reports/bench")
 SCRATCH = Path(".eyas/bench")
+PEERS = "peers"
+"""Environments of other trainers below ``SCRATCH``, kept between runs."""
 STORE_BYTES = 4_000_000_000
 """bf16 bytes that go through the writer."""
 DVC_BYTES = 2_000_000_000
@@ -27,12 +29,13 @@ CRASH_SAMPLES = 60
 SEED = 0
 
 
-def run(root: Path, name: str) -> dict[str, Any]:
+def run(root: Path, name: str, **options: Any) -> dict[str, Any]:
     """Run one bench and write its report.
 
     Args:
         root: The repository; must hold published states, but for ``gc``.
-        name: ``store``, ``crash``, ``corruption`` or ``gc``.
+        name: ``store``, ``crash``, ``corruption``, ``gc``, ``train`` or ``train-quality``.
+        options: Of ``train``: ``peers`` and ``num_rounds``; of ``train-quality``: ``peers``, ``num_seeds`` and ``jobs``.
 
     Returns:
         The figures.
@@ -40,13 +43,18 @@ def run(root: Path, name: str) -> dict[str, Any]:
     Raises:
         StoreError: There are no states, or they are not fit for it.
     """
-    scratch = (root / SCRATCH).resolve()
+    scratch = (root / SCRATCH / name).resolve()
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    figures = BENCHES[name](root, scratch)
+    figures = BENCHES[name](root, scratch, **options)
     shutil.rmtree(scratch, ignore_errors=True)
-    fs.write_text(root / REPORTS / f"{name}.json", json.dumps(figures, indent=2, sort_keys=True) + "\n")
+    fs.write_text(report_path(root, name), json.dumps(figures, indent=2, sort_keys=True) + "\n")
     return figures
+
+
+def report_path(root: Path, name: str) -> Path:
+    """Where a bench's figures go."""
+    return root / REPORTS / f"{name.replace('-', '_')}.json"
 
 
 def _store(root: Path, scratch: Path) -> dict[str, Any]:
@@ -91,16 +99,44 @@ def _gc(root: Path, scratch: Path) -> dict[str, Any]:
     return bench_gc.measure(scratch) | {"histories_tried": noted, "machine": config.machine()}
 
 
-BENCHES: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
+def _train(root: Path, scratch: Path, *, peers: str, num_rounds: int) -> dict[str, Any]:
+    from eyas.ops.bench import train as bench_train
+
+    found = bench_train.measure(root, scratch, root / SCRATCH / PEERS, bench_train.parse_peers(peers), num_rounds)
+    # a record per device: what another machine measured stays
+    path = root / REPORTS / "train.json"
+    return (fs.read_json(path) if path.exists() else {}) | {"cpu": found | {"machine": config.machine()}}
+
+
+def _train_quality(root: Path, scratch: Path, *, peers: str, num_seeds: int, jobs: int) -> dict[str, Any]:
+    from eyas.ops.bench import quality
+    from eyas.ops.bench.train import parse_peers
+    from eyas.ops.bench.trainers import peer_python
+
+    pythons = {name: str(peer_python(name, root / SCRATCH / PEERS)) for name in parse_peers(peers)}
+    return quality.measure(root, scratch, pythons, num_seeds, jobs, report_path(root, "train-quality"))
+
+
+BENCHES: dict[str, Callable[..., dict[str, Any]]] = {
     "store": _store,
     "crash": _crash,
     "corruption": _corruption,
     "gc": _gc,
+    "train": _train,
+    "train-quality": _train_quality,
 }
 
 
 def table(name: str, figures: dict[str, Any]) -> str:
     """The figures for people."""
+    if name == "train":
+        from eyas.ops.bench import train as bench_train
+
+        return bench_train.table(figures["cpu"])
+    if name == "train-quality":
+        from eyas.ops.bench import quality
+
+        return quality.table(figures)
     rows = [(key, _shown(value)) for key, value in sorted(figures.items()) if key != "machine"]
     return console.table(rows, (f"bench {name}", ""))
 

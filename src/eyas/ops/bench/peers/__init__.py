@@ -1,1 +1,5 @@
-"""Scripts that run in a peer's own environment: they import the peer and nothing of eyas."""
+"""Drivers of other trainers, each run by the interpreter of an environment that holds that trainer.
+
+They see this folder and nothing else of eyas, so they import only ``protocol`` or
+``quality_job`` and their own trainer.
+"""

@@ -1,0 +1,166 @@
+"""Validation: conversations that are never trained on, judged with the weights that would be published.
+
+    validation documents → loss per TTT step (as in training)
+                         → greedy drafts of every row → exact walk → tau; acceptance per step
+
+Acceptance is of every row that a server may ask, against what the target chose; a target outside the draft vocab
+is a miss. ``alpha_k`` is conditional on all steps before, ``joint_k`` is not.
+
+Letters: T tokens of a document or pack, R rows, S TTT steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from eyas.batches.loader import BatchLoader, Reader, plan_once
+from eyas.drafter.judged import ahead, target_argmax, target_choice
+from eyas.drafter.loss import Workspace, ttt_loss
+from eyas.drafter.model import Drafter
+from eyas.drafter.rows import Pack
+from eyas.drafter.ttt import draft_tokens
+from eyas.drafter.walk import spans, trained_rows, walk
+from eyas.drafter.weights import FlatWeights
+from eyas.errors import EyasError, TrainError
+from eyas.train.data import Packer, check_states
+from eyas.train.distributed import World
+from eyas.train.metrics import DIGITS
+
+if TYPE_CHECKING:
+    from eyas.contracts import StoredSample
+    from eyas.shards.reader import StoredStates
+
+
+class Validator:
+    """Judges a drafter on a fixed set of documents.
+
+    Args:
+        samples: Validation samples.
+        reader: Their states.
+        batch_tokens: Most tokens of a pack.
+        ttt_steps: S, also the length of the walked chains.
+        packer: Makes packs.
+        head_VD: The target's head on the device.
+        teacher_WD: Its rows of the draft vocab, in the dtype of products.
+        world: Ranks that share the work.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[StoredSample],
+        reader: Reader,
+        batch_tokens: int,
+        ttt_steps: int,
+        packer: Packer,
+        head_VD: torch.Tensor,
+        teacher_WD: torch.Tensor,
+        world: World,
+    ) -> None:
+        self._samples = sorted(samples, key=lambda sample: sample.sample_id)
+        self._reader, self._batch_tokens, self._ttt_steps = reader, batch_tokens, ttt_steps
+        self._packer, self._head_VD, self._teacher_WD, self._world = packer, head_VD, teacher_WD, world
+        self._workspace = Workspace()
+        self._argmaxes: dict[str, np.ndarray] = {}
+
+    @torch.no_grad()
+    def __call__(self, drafter: Drafter, weights: FlatWeights) -> tuple[dict[str, float], dict[str, str]]:
+        """Metrics by name, the same on every rank, and the damaged samples with the reason.
+
+        Raises:
+            TrainError: No document has a row to judge.
+        """
+        sums: dict[str, float] = {}
+        damaged: dict[str, str] = {}
+        failed: EyasError | None = None
+        try:
+            self._judge_all(drafter, weights, sums, damaged)
+        except EyasError as error:
+            failed = error
+        told = self._world.gather((sums, damaged, None if failed is None else (failed.message, failed.hint)))
+        if failed is not None:
+            raise failed
+        for rank, (_, _, other) in enumerate(told):
+            if other is not None:
+                raise TrainError(f"rank {rank}: {other[0]}", other[1])
+        names = sorted({name for part, _, _ in told for name in part})
+        total = {name: sum(part.get(name, 0.0) for part, _, _ in told) for name in names}
+        return self._metrics(total), {name: why for _, part, _ in told for name, why in part.items()}
+
+    def _judge_all(
+        self, drafter: Drafter, weights: FlatWeights, sums: dict[str, float], damaged: dict[str, str]
+    ) -> None:
+        plan = plan_once(self._samples, self._batch_tokens, self._world.rank, self._world.size)
+        with BatchLoader(self._reader, plan, check_states) as loader:
+            for batch in loader:
+                damaged |= {one.sample_id: one.error.message for one in batch.damaged}
+                if batch.documents:
+                    self._add_loss(drafter, weights, batch.documents, sums)
+                    self._add_walks(drafter, batch.documents, sums)
+
+    def _add_loss(
+        self, drafter: Drafter, weights: FlatWeights, documents: Sequence[StoredStates], sums: dict[str, float]
+    ) -> None:
+        pack = self._packer(documents, self._ttt_steps)
+        if not any(pack.num_trained):
+            return
+        device_pack = pack.to(str(self._world.device))
+        _, measured = ttt_loss(
+            drafter, device_pack, self._teacher_WD, 1.0, weights=weights, measure=True, workspace=self._workspace
+        )
+        assert measured is not None
+        for k, (loss, count) in enumerate(zip(measured.losses_S.tolist(), pack.num_trained, strict=False)):
+            _add(sums, f"loss_{k}", loss * count)
+            _add(sums, f"trained_{k}", count)
+
+    def _add_walks(self, drafter: Drafter, documents: Sequence[StoredStates], sums: dict[str, float]) -> None:
+        pack = self._packer(documents, self._ttt_steps, mask_oov=False)
+        drafts_TS = self._drafts(drafter, pack)
+        for states, span in zip(documents, pack.documents, strict=True):
+            self._add_document(states, drafts_TS[span.start : span.end], sums)
+
+    def _drafts(self, drafter: Drafter, pack: Pack) -> np.ndarray:
+        drafts_TS = torch.full((len(pack.ids_T), self._ttt_steps), -1)
+        if any(pack.num_trained):
+            drafts_TS[pack.rows_R] = draft_tokens(drafter, pack.to(str(self._world.device))).cpu()
+        return drafts_TS.numpy()
+
+    def _add_document(self, states: StoredStates, drafts_TS: np.ndarray, sums: dict[str, float]) -> None:
+        sample_id, S = states.sample.sample_id, self._ttt_steps
+        if sample_id not in self._argmaxes:
+            self._argmaxes[sample_id] = target_argmax(states, self._head_VD)
+        ids_T, found = states.input_ids_T.numpy().astype(np.int64), spans(states.loss_mask_T.numpy())
+        choice_T = target_choice(states.sample.variant, ids_T, self._argmaxes[sample_id])
+        asked_TS = trained_rows(found, len(ids_T), S)
+        agree_TS = asked_TS & (drafts_TS == ahead(choice_T, S))
+        joint_TS = np.logical_and.accumulate(agree_TS, axis=1)
+        for k in range(S):
+            before_T = joint_TS[:, k - 1] if k else np.ones(len(ids_T), dtype=bool)
+            _add(sums, f"asked_{k}", int(asked_TS[:, k].sum()))
+            _add(sums, f"chained_{k}", int((asked_TS[:, k] & before_T).sum()))
+            _add(sums, f"joint_{k}", int(joint_TS[:, k].sum()))
+        for start, end in found:
+            rounds = walk(agree_TS, start, end)
+            _add(sums, "rounds", len(rounds))
+            _add(sums, "emitted", sum(one.num_emitted for one in rounds))
+
+    def _metrics(self, total: dict[str, float]) -> dict[str, float]:
+        if not total.get("rounds"):
+            raise TrainError(
+                f"none of {len(self._samples):,} validation samples has two assistant tokens in a row to draft",
+                "raise train.validation_share, or check the loss mask in reports/tokens.json",
+            )
+        values = {"validation/tau": total["emitted"] / total["rounds"]}
+        for k in range(self._ttt_steps):
+            values[f"validation/alpha/step_{k}"] = total[f"joint_{k}"] / max(1, total[f"chained_{k}"])
+            values[f"validation/joint/step_{k}"] = total[f"joint_{k}"] / max(1, total[f"asked_{k}"])
+            if f"loss_{k}" in total:
+                values[f"validation/loss/step_{k}"] = total[f"loss_{k}"] / max(1, total[f"trained_{k}"])
+        return {name: round(value, DIGITS) for name, value in values.items()}
+
+
+def _add(sums: dict[str, float], name: str, value: float) -> None:
+    sums[name] = sums.get(name, 0) + value

@@ -1,0 +1,111 @@
+"""Six optimizer steps of speculators 0.9.0 on stored states: same loss, per-step losses and gradient norm.
+
+The peer's conventions live here and nowhere in the package: its loss mask is not shifted, rows whose target
+argmax is outside the draft vocab train, the last state comes before the target's final norm, and weight decay
+pulls at norm gains too. All else (the layer, the unroll, packing, the mean over trained rows, the frozen head) is ours.
+
+The stored case is the peer's own run in float32 on one thread with eager attention: a random Llama of 8 layers,
+hidden 256, boundaries 2, 4 and 5, four samples of 512 and 256 tokens.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peer_rules import speculators_trains
+from safetensors.torch import load_file
+
+from eyas.contracts import DrafterShape
+from eyas.drafter.loss import ttt_loss
+from eyas.drafter.model import Drafter
+from eyas.drafter.rows import plan_pack
+from eyas.drafter.weights import FlatWeights
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+
+
+@pytest.fixture(scope="module")
+def case():
+    tensors = load_file(GOLDEN / "speculators_case.safetensors")
+    return tensors, json.loads((GOLDEN / "speculators_case.json").read_text())
+
+
+def make_drafter(tensors, config, **changes):
+    sizes = {name: config[name] for name in DrafterShape.__dataclass_fields__ if name in config}
+    shape = DrafterShape(
+        target_hidden_size=config["hidden_size"],
+        num_aux=3,
+        max_position_embeddings=512,
+        fc_norm=False,
+        norm_output=False,
+        **{**sizes, **changes},
+    )
+    drafter = Drafter(shape)
+    embedding_VE = torch.zeros(shape.vocab_size, shape.hidden_size)
+    embedding_VE[tensors["embedding.ids"].long()] = tensors["embedding.rows"]
+    d2t_W = tensors["d2t"].long()
+    t2d_V = torch.zeros(shape.vocab_size, dtype=torch.bool)
+    t2d_V[torch.arange(len(d2t_W)) + d2t_W] = True
+    drafter.set_target(embedding_VE, d2t_W, t2d_V)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():  # gains stay the ones they start with
+            if f"weight.{name}" in tensors:
+                parameter.copy_(tensors[f"weight.{name}"])
+        drafter.lm_head.weight.copy_(tensors["target_head"])
+    drafter.lm_head.weight.requires_grad_(False)
+    return drafter
+
+
+def peer_pack(tensors, config, samples):
+    ids, aux, last, trains = [], [], [], []
+    for i in samples:
+        mask_T = tensors[f"sample_{i}.mask"].bool()
+        last_TD = torch.zeros(len(mask_T), config["hidden_size"])
+        last_TD[mask_T] = tensors[f"sample_{i}.last"].float()
+        last.append(F.rms_norm(last_TD, (config["hidden_size"],), tensors["target_norm"], config["rms_norm_eps"]))
+        ids.append(tensors[f"sample_{i}.ids"].long())
+        aux.append(tensors[f"sample_{i}.aux"].float())
+        trains.append(speculators_trains(mask_T, config["ttt_steps"]))
+    lengths = [len(part) for part in ids]
+    return plan_pack(
+        ids_T=torch.cat(ids), aux_TAD=aux, last_TD=last, lengths=lengths, trains_TS=torch.cat(trains), multiple=64
+    )
+
+
+def six_steps(case, **changes):
+    """Loss, per-step losses and gradient norm before clipping of each optimizer step."""
+    tensors, facts = case
+    config, settings = facts["config"], facts["optimizer"]
+    drafter = make_drafter(tensors, config, **changes)
+    weights = FlatWeights(drafter, torch.float32)
+    parameter = torch.nn.Parameter(weights.master_P)
+    optimizer = torch.optim.AdamW(
+        [parameter], lr=settings["lr"], betas=settings["betas"], weight_decay=settings["weight_decay"]
+    )
+    found = []
+    for step in range(6):
+        pack = peer_pack(tensors, config, facts["packs"][step % 3])
+        weights.zero_grad()
+        total, measured = ttt_loss(drafter, pack, tensors["target_head"], config["step_decay"], weights=weights)
+        total.backward()
+        norm = float(weights.grad_P.double().norm())  # torch's float32 norm of a million values is 1e-4 off
+        parameter.grad = weights.grad_P * min(1.0, settings["max_grad_norm"] / (norm + 1e-6))
+        optimizer.step()
+        weights.refresh()
+        found.append((measured.total(config["step_decay"]), measured.losses_S.tolist(), norm))
+    return found
+
+
+def test_six_optimizer_steps_equal_the_peers(case):
+    """Case 64: state carried, ids from the data, documents of a pack apart."""
+    for (loss, step_losses, norm), expected in zip(six_steps(case), case[1]["expected"], strict=True):
+        assert loss == pytest.approx(expected["loss"], rel=1e-4)
+        assert step_losses == pytest.approx(expected["step_losses"], rel=1e-4)
+        assert norm == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+def test_the_residual_is_the_normed_state_only_where_asked(case):
+    loss, _, _ = six_steps(case, norm_before_residual=False)[0]
+    assert abs(loss / case[1]["expected"][0]["loss"] - 1) > 1e-3

@@ -1,0 +1,197 @@
+"""Several processes train as one does: real processes over gloo."""
+
+import json
+import signal
+
+import processes
+import pytest
+import torch
+import train_world as world
+from safetensors.torch import load
+
+from eyas import fs
+from eyas.errors import ConfigError, StoreError
+from eyas.train.distributed import World, open_world
+from eyas.train.optimizer import own_parts, segments_of
+
+CHANGES = {"packs_per_step": 4, "batch_tokens": 40, "validation_share": 0.2, "validate_every": 6, "ema_decay": 0.5}
+
+
+def losses(folder):
+    return {
+        path.stem: [float(line.split("\t")[1]) for line in path.read_text().splitlines()[1:]]
+        for path in sorted((folder / "metrics/plots/metrics").rglob("*.tsv"))
+        if "loss" in str(path)
+    }
+
+
+def weights(folder):
+    return load((folder / "drafter/drafter.safetensors").read_bytes())
+
+
+def assert_same_training(found, expected):
+    """Losses to 1e-6 and weights to what the order of sums explains."""
+    assert losses(found).keys() == losses(expected).keys()
+    for name, values in losses(expected).items():
+        assert losses(found)[name] == pytest.approx(values, rel=2e-6, abs=1e-6)
+    for name, tensor in weights(expected).items():
+        assert torch.allclose(weights(found)[name].double(), tensor.double(), rtol=1e-4, atol=2e-6), name
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    world.run(folder, world.make_inputs(folder, **CHANGES))
+    return folder
+
+
+@pytest.mark.parametrize(("size", "shard"), [(2, "0"), (2, "1"), (3, "1")])
+def test_many_processes_equal_one(tmp_path, alone, size, shard):
+    """Case 71: packs of unequal lengths; the mean is over the rows of all ranks, with sharded moments too."""
+    started = processes.start(tmp_path, size, environment={"EYAS_TRAIN_SHARD": shard}, **CHANGES)
+    assert processes.finish(started) == [0] * size, processes.errors(tmp_path)
+    assert_same_training(tmp_path, alone)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_packs_of_one_step_equal_one_large_pack(tmp_path, size):
+    """Case 71: documents of unequal lengths, each a pack; the mean is over all their rows and not over packs."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    world.run(whole, world.make_inputs(whole, batch_tokens=10_000, packs_per_step=1))
+    assert processes.finish(processes.start(parts, size, batch_tokens=1, packs_per_step=20)) == [0] * size
+    assert_same_training(parts, whole)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 3)])
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path, alone, sizes):
+    for size, limit in zip(sizes, (40, 60), strict=True):
+        changes = {**CHANGES, "checkpoint_every": 2}
+        reader = stopping_reader if limit == 40 else None
+        started = processes.start(tmp_path, size, reader, {"EYAS_TRAIN_SHARD": "1"}, **changes)
+        codes = processes.finish(started)
+        if reader:
+            assert set(codes) == {2}
+            (state,) = (tmp_path / "runs").glob("*/state.json")
+            assert 2 <= fs.read_json(state)["step"] < 12
+    assert codes == [0] * sizes[1]
+    assert_same_training(tmp_path, alone)
+
+
+class StoppingReader(world.MemoryReader):
+    """Fails for good after some reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = 75
+
+    def read(self, sample_id):
+        self.left -= 1
+        if self.left < 0:
+            raise StoreError(f"sample {sample_id} went away")
+        return super().read(sample_id)
+
+
+def stopping_reader():
+    return StoppingReader()
+
+
+class OneDamagedReader(world.MemoryReader):
+    def read(self, sample_id):
+        if sample_id == f"{7:016x}":
+            raise StoreError(f"sample {sample_id} is damaged")
+        return super().read(sample_id)
+
+
+def test_an_error_of_one_rank_ends_all_with_its_message(tmp_path):
+    """One sample is damaged, so one rank alone meets it."""
+    started = processes.start(tmp_path, 2, OneDamagedReader, **CHANGES)
+    assert processes.finish(started) == [2, 2]
+    told = processes.errors(tmp_path)
+    assert set(told) == {0, 1}
+    assert all(f"sample {7:016x} is damaged" in text for text in told.values())
+    assert sum(text.startswith("rank ") for text in told.values()) == 1
+
+
+def test_damage_counts_the_same_on_any_number_of_processes(tmp_path):
+    """Case 70: the sample is left out on both, and the rest is as it was."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder, size in ((one, 1), (two, 2)):
+        assert processes.finish(processes.start(folder, size, OneDamagedReader, max_damaged_samples=1, **CHANGES)) == (
+            [0] * size
+        )
+    assert_same_training(two, one)
+
+
+def slow_reader():
+    return SlowReader()
+
+
+class SlowReader(world.MemoryReader):
+    def read(self, sample_id):
+        import time
+
+        time.sleep(0.02)
+        return super().read(sample_id)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_does_not_leave_the_other_hanging(tmp_path, killed):
+    started = processes.start(tmp_path, 2, slow_reader, num_steps=2000, packs_per_step=2)
+    processes.until(lambda: list((tmp_path / "runs").glob("*/state.json")))
+    started[killed].kill()
+    codes = processes.finish(started, 30)
+    assert codes[killed] == -signal.SIGKILL
+    assert codes[1 - killed] == 2
+    assert f"rank {1 - killed} of 2 lost another rank" in processes.errors(tmp_path)[1 - killed]
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, signalled):
+    started = processes.start(tmp_path, 2, slow_reader, num_steps=2000, packs_per_step=2, checkpoint_every=3)
+    processes.until(lambda: list((tmp_path / "runs").glob("*/state.json")))
+    started[signalled].terminate()
+    assert processes.finish(started, 30) == [130, 130]
+    (state,) = (tmp_path / "runs").glob("*/state.json")
+    assert 3 <= fs.read_json(state)["step"] < 2000
+
+
+def test_more_processes_than_packs_are_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"train.packs_per_step: 2, expected at least .* 4"), open_world("cpu", 2):
+        pass
+
+
+def test_a_world_of_one_needs_no_group():
+    alone = World(0, 1, torch.device("cpu"))
+    tensor = torch.ones(3)
+    alone.sum_(tensor)
+    assert tensor.tolist() == [1, 1, 1]
+    assert alone.gather("x") == ["x"]
+    assert alone.on_first(lambda: 5) == 5
+
+
+@pytest.mark.parametrize("num_values", [10, 13, 64])
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
+def test_parts_cover_every_value_once_but_for_the_rest(num_values, num_parts):
+    """The rest is updated by every rank alike; gains never decay."""
+    seen = torch.zeros(num_values)
+    decays = torch.full((num_values,), -1.0)
+    for rank in range(num_parts):
+        parts = own_parts(num_values, rank, num_parts)
+        own_size = sum(part.stop - part.start for part in parts)
+        taken = torch.zeros(own_size)
+        for segment in segments_of(parts, 7, 0.1):
+            seen[segment.whole] += 1
+            taken[segment.own] += 1
+            decays[segment.whole] = segment.weight_decay
+        assert taken.tolist() == [1] * own_size
+    rest = num_values % num_parts
+    assert seen.tolist() == [1] * (num_values - rest) + [num_parts] * rest
+    assert decays.tolist() == pytest.approx([0.1] * 7 + [0.0] * (num_values - 7))
+
+
+def test_losses_are_the_same_files(tmp_path, alone):
+    """What is compared above is there."""
+    assert json.loads((alone / "metrics/metrics.json").read_text())["validation"]["tau"] >= 1
+    assert losses(alone)["step_0"]
