@@ -33,7 +33,7 @@ from eyas.train.data import Packer, check_states
 from eyas.train.distributed import World
 from eyas.train.metrics import MetricLog, Pending, Terminal, Window
 from eyas.train.optimizer import Optimizer
-from eyas.train.packs import Placer, StepData, StepSource, check_damage, made_ahead
+from eyas.train.packs import Placer, StepData, StepSource, check_damage, made_ahead, named
 from eyas.train.schedule import learning_rate, ttt_steps_at
 from eyas.train.tensor_file import read_into
 from eyas.train.validation import Validator
@@ -118,6 +118,7 @@ class Trainer:
                 head_VD,
                 self._teacher_WD,
                 world,
+                self._objective,
             )
         history = self._restore()
         self._log = MetricLog(metrics_folder if world.is_first else None, history)
@@ -283,10 +284,10 @@ class Trainer:
         config = self.config
         last = self._step == config.num_steps
         stop = data.is_last or (self.world.size == 1 and bool(self._stop_signal))
-        if self._step % config.log_every == 0 or last:
-            self._log_window()
         if self._validator is not None and (self._step % config.validate_every == 0 or last):
             self._validate(self._validator)
+        if self._step % config.log_every == 0 or last:
+            self._log_window()  # after the validation: the line shows its tau
         if self._step % config.checkpoint_every == 0 or last or stop:
             self.save()
         if stop:
@@ -327,7 +328,7 @@ class Trainer:
                 self._damaged[sample_id] = reason
                 check_damage(self._damaged, self.config.max_damaged_samples)
                 if self.world.is_first:
-                    console.log(f"train: left out sample {sample_id}: {reason}")
+                    console.log(f"train: left out {named(sample_id, reason)}")
 
     def request_stop(self, signal_number: int, _: object) -> None:
         """Signal handler: stop after a step that all ranks agree on; a second signal stops at once."""

@@ -267,9 +267,14 @@ def check_damage(damaged: Mapping[str, str], max_damaged: int) -> None:
         sample_id, reason = list(damaged.items())[-1]
         raise TrainError(
             f"{len(damaged):,} samples are damaged, expected at most train.max_damaged_samples={max_damaged:,}; the "
-            f"last is {sample_id}: {reason}",
+            f"last is {named(sample_id, reason)}",
             "`eyas verify` lists the damage and how to repair it; a higher limit goes on from the last checkpoint",
         )
+
+
+def named(sample_id: str, reason: str) -> str:
+    """A reason that says which sample it is of."""
+    return reason if sample_id in reason else f"sample {sample_id}: {reason}"
 
 
 def made_ahead(items: Iterator[Item], in_thread: bool) -> Generator[Item]:

@@ -11,7 +11,7 @@ Letters: T tokens of a document or pack, R rows, S TTT steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,11 +21,12 @@ from eyas.batches.loader import BatchLoader, Reader, plan_once
 from eyas.drafter.judged import ahead, target_argmax, target_choice
 from eyas.drafter.loss import Workspace, ttt_loss
 from eyas.drafter.model import Drafter
+from eyas.drafter.objective import Objective
 from eyas.drafter.rows import Pack
 from eyas.drafter.ttt import draft_tokens
 from eyas.drafter.walk import spans, trained_rows, walk
 from eyas.drafter.weights import FlatWeights
-from eyas.errors import EyasError, TrainError
+from eyas.errors import DataError, EyasError, StoreError, TrainError
 from eyas.train.data import Packer, check_states
 from eyas.train.distributed import World
 from eyas.train.metrics import DIGITS
@@ -47,6 +48,10 @@ class Validator:
         head_VD: The target's head on the device.
         teacher_WD: Its rows of the draft vocab, in the dtype of products.
         world: Ranks that share the work.
+        objective: The loss of a row that training minimises.
+
+    Raises:
+        TrainError: There is nothing to judge: told before hours of steps, not after them.
     """
 
     def __init__(
@@ -59,12 +64,36 @@ class Validator:
         head_VD: torch.Tensor,
         teacher_WD: torch.Tensor,
         world: World,
+        objective: Objective,
     ) -> None:
         self._samples = sorted(samples, key=lambda sample: sample.sample_id)
         self._reader, self._batch_tokens, self._ttt_steps = reader, batch_tokens, ttt_steps
         self._packer, self._head_VD, self._teacher_WD, self._world = packer, head_VD, teacher_WD, world
-        self._workspace = Workspace()
+        self._objective, self._workspace = objective, Workspace()
         self._argmaxes: dict[str, np.ndarray] = {}
+        if not any(map(self._may_be_judged, self._samples)):
+            raise self._nothing({})
+
+    def _may_be_judged(self, sample: StoredSample) -> bool:
+        try:
+            states = self._reader.read(sample.sample_id)
+        except (StoreError, DataError):
+            return True  # a validation counts and names it
+        return bool(trained_rows(spans(states.loss_mask_T.numpy()), sample.num_tokens, 1).any())
+
+    def _nothing(self, damaged: Mapping[str, str]) -> TrainError:
+        if not self._samples:
+            return TrainError(
+                "no conversation is left to validate with: train.validation_share needs two in the training split",
+                "set train.validation_share to 0 and train.keep to last, or add conversations, then `dvc repro`",
+            )
+        broken = f"; {len(damaged):,} of them are damaged: {list(damaged.values())[-1]}" if damaged else ""
+        return TrainError(
+            f"none of {len(self._samples):,} validation samples has two assistant tokens in a row to draft{broken}",
+            "`eyas verify` lists the damage and how to repair it"
+            if damaged
+            else "raise train.validation_share, or check the loss mask in reports/tokens.json",
+        )
 
     @torch.no_grad()
     def __call__(self, drafter: Drafter, weights: FlatWeights) -> tuple[dict[str, float], dict[str, str]]:
@@ -88,7 +117,10 @@ class Validator:
                 raise TrainError(f"rank {rank}: {other[0]}", other[1])
         names = sorted({name for part, _, _ in told for name in part})
         total = {name: sum(part.get(name, 0.0) for part, _, _ in told) for name in names}
-        return self._metrics(total), {name: why for _, part, _ in told for name, why in part.items()}
+        everywhere = {name: why for _, part, _ in told for name, why in part.items()}
+        if not total.get("rounds"):
+            raise self._nothing(everywhere)
+        return self._metrics(total), everywhere
 
     def _judge_all(
         self, drafter: Drafter, weights: FlatWeights, sums: dict[str, float], damaged: dict[str, str]
@@ -109,7 +141,14 @@ class Validator:
             return
         device_pack = pack.to(str(self._world.device))
         _, measured = ttt_loss(
-            drafter, device_pack, self._teacher_WD, 1.0, weights=weights, measure=True, workspace=self._workspace
+            drafter,
+            device_pack,
+            self._teacher_WD,
+            1.0,
+            weights=weights,
+            measure=True,
+            workspace=self._workspace,
+            objective=self._objective,
         )
         assert measured is not None
         for k, (loss, count) in enumerate(zip(measured.losses_S.tolist(), pack.num_trained, strict=False)):
@@ -148,11 +187,6 @@ class Validator:
             _add(sums, "emitted", sum(one.num_emitted for one in rounds))
 
     def _metrics(self, total: dict[str, float]) -> dict[str, float]:
-        if not total.get("rounds"):
-            raise TrainError(
-                f"none of {len(self._samples):,} validation samples has two assistant tokens in a row to draft",
-                "raise train.validation_share, or check the loss mask in reports/tokens.json",
-            )
         values = {"validation/tau": total["emitted"] / total["rounds"]}
         for k in range(self._ttt_steps):
             values[f"validation/alpha/step_{k}"] = total[f"joint_{k}"] / max(1, total[f"chained_{k}"])

@@ -114,6 +114,44 @@ def test_a_set_that_cannot_be_judged_is_an_error(tmp_path):
         reader.states[sample.sample_id].loss_mask_T[4:] = 0
     with pytest.raises(TrainError, match="none of 5 validation samples has two assistant tokens in a row"):
         world.run(tmp_path, world.make_inputs(tmp_path, reader=reader, **VALIDATED))
+    assert not list((tmp_path / "runs").glob("*/*"))  # told before the first step
+
+
+def test_one_conversation_cannot_be_split(tmp_path):
+    """It trains; that nothing is left to validate with is told before the first step, with a way out."""
+    reader = world.MemoryReader(1)
+    inputs = world.make_inputs(tmp_path, reader=reader, keep="best", checkpoint_every=1, **VALIDATED)
+    with pytest.raises(TrainError, match=r"no conversation is left to validate with[^$]*validation_share to 0"):
+        world.run(tmp_path, inputs)
+    assert not list((tmp_path / "runs").glob("*/*"))
+    way_out = world.make_inputs(tmp_path, reader=reader, **(VALIDATED | {"validation_share": 0.0}))
+    assert world.run(tmp_path, way_out)[0].num_steps == 12
+
+
+def test_a_set_that_is_all_damaged_says_so(tmp_path):
+    reader = world.MemoryReader()
+    _, validation = split_samples(reader.samples, 0.25, 0)
+    for sample in validation:
+        reader.states[sample.sample_id].last_TD[5] = torch.nan
+    inputs = world.make_inputs(tmp_path, reader=reader, max_damaged_samples=9, **VALIDATED)
+    with pytest.raises(TrainError, match=r"5 of them are damaged: sample .* row 5 of last [^$]*eyas verify"):
+        world.run(tmp_path, inputs)
+
+
+@pytest.mark.parametrize("loss", ["kl", "ce", "lk"])
+def test_the_validation_loss_is_the_loss_of_training(tmp_path, loss):
+    """Both sides hold the same documents and nothing moves, so both losses are the same number."""
+    reader = world.MemoryReader()
+    for states in reader.states.values():
+        first = reader.states["0000000000000000"]
+        for name in ("input_ids_T", "loss_mask_T", "aux_TAD", "last_TD", "has_last_T"):
+            object.__setattr__(states, name, getattr(first, name))
+        object.__setattr__(states, "num_aux_rows", first.num_aux_rows)
+        object.__setattr__(states, "sample", dataclasses.replace(states.sample, num_tokens=first.sample.num_tokens))
+    changes = {"lr": 1e-20, "curriculum": [], "num_steps": 1, "log_every": 1, "loss": loss, "top_k": 5 * (loss != "ce")}
+    world.run(tmp_path, world.make_inputs(tmp_path, reader=reader, **VALIDATED, **changes))
+    metrics = json.loads((tmp_path / "metrics/metrics.json").read_text())
+    assert metrics["validation"]["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
 
 
 # ── keep ──────────────────────────────────────────────────────────────────────────────────────
@@ -218,5 +256,7 @@ def test_a_line_per_log_step_tells_what_matters(tmp_path, capsys):
     world.run(tmp_path, world.make_inputs(tmp_path, **VALIDATED))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train: step")]
     assert len(lines) == 4
-    assert all(word in lines[-1] for word in ("12/12", "loss", "alpha", "tau", "tok/s", "left"))
+    assert all(word in lines[-1] for word in ("12/12", "loss", "alpha", "tok/s", "left"))
+    for line, tau in zip(lines, rows_of(tmp_path, "tau").values(), strict=True):
+        assert f"tau {tau:.3f}" in line  # of this step's validation
     assert "tok" not in json.dumps(json.loads((tmp_path / "metrics/metrics.json").read_text()))
