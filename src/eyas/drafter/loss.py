@@ -34,6 +34,8 @@ from eyas.drafter.weights import FlatWeights, Weight, plain_weights
 
 CHUNK_LOGITS, GPU_CHUNK_LOGITS = 1 << 24, 1 << 26
 """Logits of one chunk, teacher and all steps together: 64 MiB and 256 MiB in float32."""
+SLICE_LOGITS = 1 << 18
+"""Logits that a CPU takes through softmax, loss and gradient at a time: 1 MiB."""
 GPU_CHUNK_MULTIPLE = 256
 """Teacher positions of a chunk on a GPU: whole tiles of its products."""
 
@@ -156,14 +158,15 @@ class _Settings:
         return max(1, CHUNK_LOGITS // per_teacher // self.pack.multiple) * self.pack.multiple
 
 
-def _product_out(x_XE: torch.Tensor, weight_WE: torch.Tensor, out_XW: torch.Tensor) -> None:
-    """``x W^T`` in the dtype of ``out_XW``, which is float32 also for bfloat16 inputs."""
-    if x_XE.dtype == out_XW.dtype:
-        torch.mm(x_XE, weight_WE.t(), out=out_XW)
-    elif not out_XW.is_cuda:
-        out_XW.copy_(F.linear(x_XE, weight_WE))
-    else:
-        torch.mm(x_XE, weight_WE.t(), out_dtype=out_XW.dtype, out=out_XW)
+def _logits(
+    workspace: Workspace, name: str, x_XE: torch.Tensor, weight_WE: torch.Tensor, wide: torch.dtype
+) -> torch.Tensor:
+    """``x W^T`` [X,W]: ``wide`` also for bfloat16 inputs, but on a CPU, where torch has no such product."""
+    X, W = len(x_XE), len(weight_WE)
+    if x_XE.dtype == wide or not x_XE.is_cuda:
+        return torch.mm(x_XE, weight_WE.t(), out=workspace.take(name, X, W, weight_WE, x_XE.dtype))
+    out_XW = workspace.take(name, X, W, weight_WE, wide)
+    return torch.mm(x_XE, weight_WE.t(), out_dtype=wide, out=out_XW)
 
 
 def _chunk_gradients(
@@ -180,9 +183,11 @@ def _chunk_gradients(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     C, X = chunk.last - chunk.first, chunk.num_pairs
     filled_C, filled_X = (-(-count // multiple) * multiple for count in (C, X))
-    last_CD = hidden[0].new_zeros(filled_C, pack.last_TD.shape[1])
+    last_CD = hidden[0].new_empty(filled_C, pack.last_TD.shape[1])
+    last_CD[C:] = 0
     last_CD[:C] = pack.last_TD[pack.teachers_U[chunk.first : chunk.last]]
-    hidden_XE = hidden[0].new_zeros(filled_X, hidden[0].shape[1])
+    hidden_XE = hidden[0].new_empty(filled_X, hidden[0].shape[1])
+    hidden_XE[X:] = 0
     parts, at = [], 0
     for k, (first, last) in enumerate(chunk.pairs):
         rows = pack.loss_rows[k][first:last]
@@ -190,13 +195,13 @@ def _chunk_gradients(
             torch.index_select(hidden[k], 0, rows, out=hidden_XE[at : at + last - first])
         parts.append(Part(k, rows, pack.loss_teachers[k][first:last] - chunk.first, slice(at, at + last - first)))
         at += last - first
-    teacher_CW = workspace.take("teacher", filled_C, W, head_WE, wide)
-    _product_out(last_CD, settings.teacher_WD, teacher_CW)
-    logits_XW = workspace.take("draft", filled_X, W, head_WE, wide)
-    _product_out(hidden_XE, head_WE, logits_XW)
+    teacher_CW = _logits(workspace, "teacher", last_CD, settings.teacher_WD, wide)
+    logits_XW = _logits(workspace, "draft", hidden_XE, head_WE, wide)
     found = [(values.losses[k][a:b], values.hits[k][a:b]) for k, (a, b) in enumerate(chunk.pairs)] if values else None
     product_dtype = reduced_dtype() or dtype
-    grad_XW = workspace.take("gradient", filled_X, W, head_WE, product_dtype) if product_dtype != wide else logits_XW
+    grad_XW = logits_XW
+    if product_dtype != logits_XW.dtype:
+        grad_XW = workspace.take("gradient", filled_X, W, head_WE, product_dtype)
     gradient_of_logits(teacher_CW[:C], logits_XW, parts, found, grad_XW, settings.objective)
     grad_XW[X:] = 0
     grad_XE = (grad_XW @ head_WE.to(product_dtype)).to(hidden[0].dtype)
@@ -241,38 +246,41 @@ def gradient_of_logits(
         grad_XW: Result; may be ``logits_XW`` itself. Rows of no pair are left as finite numbers.
         objective: What a pair's loss is. All but ``lk`` are a KL, for which there is a kernel on a GPU.
     """
-    objective.restrict_(teacher_CW)
     if logits_XW.is_cuda and objective.kind != "lk":
         from eyas.drafter.kernels.divergence import divergence
 
-        divergence(teacher_CW, logits_XW, parts, found, grad_XW)
+        divergence(objective.restrict_(teacher_CW), logits_XW, parts, found, grad_XW)
         return
-    p_CW = torch.softmax(teacher_CW, -1, out=teacher_CW)
-    if found is not None:
-        _measure(objective, p_CW, logits_XW, parts, found)
-    torch.softmax(logits_XW, -1, out=logits_XW)
-    for part in parts:
-        q_YW = logits_XW[part.at]
+    p_CW = _distribution(teacher_CW, objective)
+    best_C, entropy_C = (p_CW.argmax(-1), entropy(p_CW)) if found is not None else (None, None)
+    for index, part in enumerate(parts):
         # most steps have one row for every teacher of the chunk, in the same order
-        objective.gradient_(p_CW if len(q_YW) == len(p_CW) else p_CW[part.teachers], q_YW)
-    if grad_XW is not logits_XW:
-        grad_XW.copy_(logits_XW)
+        aligned = len(part.rows) == len(p_CW)
+        for rows_Y in _slices(len(part.rows), logits_XW):
+            teachers_Y = part.teachers[rows_Y]
+            p_YW = p_CW[rows_Y] if aligned else p_CW[teachers_Y]
+            at_Y = slice(part.at.start + rows_Y.start, part.at.start + rows_Y.stop)
+            logits_YW = logits_XW[at_Y].to(p_YW.dtype)
+            if found is not None and best_C is not None and entropy_C is not None:
+                losses, hits = found[index]
+                losses[rows_Y] = objective.values(p_YW, entropy_C[teachers_Y], logits_YW)
+                hits[rows_Y] = logits_YW.argmax(-1) == best_C[teachers_Y]
+            grad_XW[at_Y] = objective.gradient_(p_YW, torch.softmax(logits_YW, -1, out=logits_YW))
 
 
-def _measure(
-    objective: Objective,
-    p_CW: torch.Tensor,
-    logits_XW: torch.Tensor,
-    parts: Sequence[Part],
-    found: Sequence[tuple[torch.Tensor, torch.Tensor]],
-) -> None:
-    """Loss and hit of every pair of a chunk."""
-    best_C, entropy_C = p_CW.argmax(-1), entropy(p_CW)
-    for part, (losses, hits) in zip(parts, found, strict=True):
-        logits_YW = logits_XW[part.at]
-        p_YW = p_CW if len(logits_YW) == len(p_CW) else p_CW[part.teachers]
-        losses.copy_(objective.values(p_YW, entropy_C[part.teachers], logits_YW))
-        hits.copy_(logits_YW.argmax(-1) == best_C[part.teachers])
+def _distribution(teacher_CW: torch.Tensor, objective: Objective) -> torch.Tensor:
+    """The target's distribution, float32, in place where that is its dtype already."""
+    wide = torch.float64 if teacher_CW.dtype == torch.float64 else torch.float32
+    p_CW = teacher_CW if teacher_CW.dtype == wide else torch.empty_like(teacher_CW, dtype=wide)
+    for rows_Y in _slices(len(teacher_CW), teacher_CW):
+        torch.softmax(objective.restrict_(teacher_CW[rows_Y].to(wide)), -1, out=p_CW[rows_Y])
+    return p_CW
+
+
+def _slices(count: int, logits_XW: torch.Tensor) -> list[slice]:
+    """Rows at a time: on a CPU as many as stay in a core's cache through all the arithmetic."""
+    size = max(1, count if logits_XW.is_cuda else SLICE_LOGITS // logits_XW.shape[1])
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
 def ttt_loss(

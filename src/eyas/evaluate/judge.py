@@ -123,7 +123,7 @@ def _walk_all(
     walked: list[WalkedDocument] = []
     baseline: list[WalkedDocument] = []
     progress = console.Progress("evaluate walks", sum(s.num_tokens for s in chosen.samples))
-    for group in _groups(reader, chosen):
+    for group in document_groups(reader, chosen):
         argmaxes = [target_argmax(stored, head_VD) for stored in group]
         walked += walk_group(drafter, group, argmaxes, config.chain_length)
         baseline += walk_group(untrained, group, argmaxes, config.chain_length)
@@ -132,7 +132,8 @@ def _walk_all(
     return walked, baseline
 
 
-def _groups(reader: ShardReader, chosen: HeldOut) -> Iterator[list[StoredStates]]:
+def document_groups(reader: ShardReader, chosen: HeldOut) -> Iterator[list[StoredStates]]:
+    """Held-out documents as they are drafted: up to ``PACK_TOKENS`` side by side."""
     group: list[StoredStates] = []
     for sample in chosen.samples:
         if group and sum(s.sample.num_tokens for s in group) + sample.num_tokens > PACK_TOKENS:

@@ -172,18 +172,19 @@ class TensorFiles:
 
     def read(self, end: End) -> torch.Tensor:
         """One of the ends, in its stored dtype."""
-        name = self._name(end)
+        name = self.name(end)
         with _open(self._files[name]) as handle:
             return handle.get_tensor(name)
 
     def dtype_name(self, end: End) -> str:
         """Stored dtype of one of the ends in torch's spelling, without reading it."""
-        name = self._name(end)
+        name = self.name(end)
         with _open(self._files[name]) as handle:
             stored = str(handle.get_slice(name).get_dtype())
         return {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}.get(stored, stored.lower())
 
-    def _name(self, end: End) -> str:
+    def name(self, end: End) -> str:
+        """The tensor's name in the files."""
         for name in NAMES[end]:
             if name in self._files:
                 return name

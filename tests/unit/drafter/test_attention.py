@@ -76,11 +76,12 @@ def theirs(backend, pack, queries, shared_TCK, own, grads):
 
 
 @pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=["eager", "flash"])
-@pytest.mark.parametrize("block_scores", [1, 100, 1 << 23])
+@pytest.mark.parametrize("tile", [(1, 1), (4, 8), (128, 128)])
 @pytest.mark.parametrize("multiple", [1, 8])
-def test_every_path_gives_the_same_values_and_gradients(monkeypatch, backend, block_scores, multiple):
-    """Case 65: in blocks of any size, by torch's eager and flash attention over an explicit mask."""
-    monkeypatch.setattr(spans, "BLOCK_SCORES", block_scores)
+def test_every_path_gives_the_same_values_and_gradients(monkeypatch, backend, tile, multiple):
+    """Case 65: in tiles of any size, by torch's eager and flash attention over an explicit mask."""
+    monkeypatch.setattr(spans, "TILE_ROWS", tile[0])
+    monkeypatch.setattr(spans, "TILE_KEYS", tile[1])
     pack = make_pack(multiple)
     tensors = make_tensors(pack)
     for found, expected in zip(ours(pack, *tensors), theirs(backend, pack, *tensors), strict=True):
@@ -88,8 +89,8 @@ def test_every_path_gives_the_same_values_and_gradients(monkeypatch, backend, bl
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
-def test_plans_of_kernels_say_the_same_as_blocks(multiple):
-    """Kernels read intervals, torch reads blocks: both from one plan, which here is counted by hand."""
+def test_plans_of_kernels_say_the_same_as_tiles(multiple):
+    """Kernels read intervals, torch reads tiles: both from one plan, which here is counted by hand."""
     pack = make_pack(multiple)
     T = len(pack.ids_T)
     begins, ends = [pack.documents[-1].end] * T, [T] * T

@@ -48,7 +48,8 @@ def make_step(chosen, measure=True):
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_LOGITS", (S + 1) * CHUNK_POSITIONS * W)
-    monkeypatch.setattr(spans, "BLOCK_SCORES", 1 << 14)
+    monkeypatch.setattr(spans, "TILE_ROWS", 32)
+    monkeypatch.setattr(spans, "TILE_KEYS", 32)
 
 
 ROW_BYTES = 4 * S * (12 * 16 + 4 * 24 + 3 * 64)
