@@ -14,6 +14,7 @@ wrote it.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -134,11 +135,23 @@ class RunFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
         free, needed = fs.free_bytes(self.folder), num_bytes + RESERVE_BYTES
         if free < needed:
+            kept = "the last checkpoint is whole" if (self.folder / STATE_NAME).is_file() else "no checkpoint is lost"
             raise DiskError(
                 f"{what} needs {console.human_bytes(needed)} in {self.folder}, {console.human_bytes(free)} are free: "
-                f"{console.human_bytes(needed - free)} are missing; the last checkpoint is whole",
-                "`make budget` shows what could go; the same command goes on from the last checkpoint",
+                f"{console.human_bytes(needed - free)} are missing; {kept}",
+                f"{self._room()}the same command goes on from what is saved",
             )
+
+    def _room(self) -> str:
+        """A command that frees what trainings of other parameters left, or one that shows what else could go."""
+        others = sorted(
+            path.parent for path in self.folder.parent.glob(f"*/{STATE_NAME}") if path.parent != self.folder
+        )
+        if not others:
+            return "`make budget` shows what could go; "
+        size_bytes = sum(path.stat().st_size for folder in others for path in folder.iterdir())
+        command = f"rm -r {shlex.join(map(str, others))}"
+        return f"`{command}` frees {console.human_bytes(size_bytes)} of trainings that did not end; "
 
     def publish(self, state: RunState) -> None:
         """Make a state the one to resume from; files that it does not name go."""

@@ -10,7 +10,7 @@ import train_world as world
 from safetensors.torch import load, load_file
 from test_train import StoppedError, stop_at
 
-from eyas import fs
+from eyas import console, fs
 from eyas.batches.split import split_samples
 from eyas.config.schema import TrainConfig
 from eyas.drafter.ttt import draft_tokens
@@ -215,6 +215,23 @@ def test_best_of_nothing_is_refused():
 def test_a_training_without_room_is_refused_before_its_first_step(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.fs, "free_bytes", lambda _: 1000)
     with pytest.raises(DiskError, match=r"this training needs 67.\d MB .* 1.0 kB are free: 67.\d MB are missing"):
+        world.run(tmp_path, world.make_inputs(tmp_path))
+
+
+def test_a_full_disk_names_what_other_trainings_left(tmp_path, monkeypatch):
+    """Another learning rate is another run, whose state nobody removes: the hint does, and tells how much it frees."""
+    restore = stop_at(monkeypatch, 5)
+    with pytest.raises(StoppedError):
+        world.run(tmp_path, world.make_inputs(tmp_path))
+    restore()
+    (left,) = {path.parent for path in (tmp_path / "runs").glob("*/state.json")}
+    size_bytes = sum(path.stat().st_size for path in left.iterdir())
+    monkeypatch.setattr(checkpoint.fs, "free_bytes", lambda _: 1000)
+    with pytest.raises(DiskError) as caught:
+        world.run(tmp_path, world.make_inputs(tmp_path, lr=1e-4))
+    assert f"`rm -r {left}` frees {console.human_bytes(size_bytes)}" in str(caught.value)
+    assert "checkpoint is whole" not in str(caught.value)  # there is none
+    with pytest.raises(DiskError, match=r"the last checkpoint is whole[^$]*make budget"):
         world.run(tmp_path, world.make_inputs(tmp_path))
 
 
