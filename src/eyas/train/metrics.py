@@ -14,6 +14,7 @@ from pathlib import Path
 
 from eyas import console
 from eyas.drafter.loss import Measured
+from eyas.errors import TrainError
 
 DIGITS = 6
 SUMS = ("losses", "trained", "hits", "chained", "chain_hits")
@@ -107,6 +108,9 @@ class MetricLog:
         folder: DVCLive's folder (``reports/train``); emptied, then filled from ``history``. None writes nothing: one
             process of a run writes.
         history: (step, values) of the run so far.
+
+    Raises:
+        TrainError: The repository around it has no commit.
     """
 
     def __init__(self, folder: Path | None, history: Sequence[tuple[int, Mapping[str, float]]] = ()) -> None:
@@ -114,9 +118,16 @@ class MetricLog:
         self._live = None
         if folder is not None:
             from dvclive.live import Live
+            from scmrepo.exceptions import SCMError
 
             shutil.rmtree(folder, ignore_errors=True)
-            self._live = Live(str(folder), resume=True, dvcyaml=None, save_dvc_exp=False, report=None)
+            try:
+                self._live = Live(str(folder), resume=True, dvcyaml=None, save_dvc_exp=False, report=None)
+            except SCMError as error:
+                raise TrainError(
+                    f"DVCLive asks git which commit is trained, and git says: {error}",
+                    "make the first commit: `git add -A && git commit -m start`",
+                ) from None
         for step, values in history:
             self.log(step, values)
 

@@ -362,6 +362,20 @@ def test_states_of_another_target_are_refused(tmp_path):
         world.run(tmp_path, foreign)
 
 
+def test_a_repository_without_a_commit_is_told_how_to_make_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    commands = ["git init -q .", "dvc init -q"]
+    hint = "git add -A && git -c user.name=a -c user.email=a@b.c commit -q -m start"
+    for command in commands:
+        subprocess.run(command, shell=True, check=True)
+    inputs = world.make_inputs(tmp_path, num_steps=2)
+    with pytest.raises(TrainError, match="which commit is trained") as caught:
+        world.run(tmp_path, inputs)
+    assert "git add -A && git commit -m start" in str(caught.value)
+    subprocess.run(hint, shell=True, check=True)
+    assert world.run(tmp_path, inputs)[0].num_steps == 2
+
+
 def test_a_second_training_at_once_is_refused(tmp_path):
     with fs.volume_lock(tmp_path / "runs/train.lock", "train"), pytest.raises(EyasError, match="is locked by train"):
         world.run(tmp_path, world.make_inputs(tmp_path))

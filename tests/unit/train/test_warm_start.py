@@ -6,6 +6,7 @@ import train_world as world
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from test_train import StoppedError, stop_at
 from warm_world import FORMS, edit_config, edit_tensors, inputs_from, start, with_layers, write_vocab
 
 from eyas.config.schema import DrafterConfig, ExportConfig
@@ -72,6 +73,25 @@ def test_a_frozen_head_keeps_the_checkpoints_rows(made, place):
     trained = load_file(place / "drafter/drafter.safetensors")
     assert torch.equal(trained["lm_head.weight"], made[1].lm_head.weight)
     assert not torch.equal(trained["fc.weight"], made[1].fc.weight)
+
+
+def test_a_broken_run_goes_on_from_its_state_and_not_from_the_start(made, place, monkeypatch):
+    """Case 69 with a warm start, whose folder lies elsewhere by then."""
+    changes = {"num_steps": 8, "checkpoint_every": 3, "ema_decay": 0.9, "anchors": 4}
+    whole, broken = place / "whole", place / "broken"
+    for folder in (whole, broken):
+        world.make_inputs(folder)
+    inputs = inputs_from(place, "sglang", **changes)
+    world.run(whole, inputs)
+    restore = stop_at(monkeypatch, 5)
+    with pytest.raises(StoppedError):
+        world.run(broken, inputs)
+    restore()
+    (place / "sglang").rename(place / "moved")
+    inputs.config.warm_start = "moved"
+    _, outcome = world.run(broken, inputs)
+    assert outcome.resumed_at == 3
+    assert world.result_bytes(broken) == world.result_bytes(whole)
 
 
 def test_the_place_does_not_decide_and_the_content_does(place):
