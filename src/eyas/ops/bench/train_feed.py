@@ -285,6 +285,8 @@ def main() -> None:
     args = parser.parse_args()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(config.cores())  # as the trainer does
+    if args.folder is not None:
+        args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="train-feed-") as scratch:
         sys.stdout.write(json.dumps(measure(Path(scratch), args), indent=1) + "\n")
 
