@@ -55,7 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     listed.add_argument("--all", action="store_true", help="also those that only commits name, and deleted ones")
     _add_exchange(commands)
     _add_generations(commands)
-    bench = _add(commands, "bench", _bench, "measure store and trainer on the extracted states; writes reports/bench/NAME.json")
+    bench = _add(
+        commands, "bench", _bench, "measure store and trainer on the extracted states; writes reports/bench/NAME.json"
+    )
     bench.add_argument(
         "name",
         choices=("store", "crash", "corruption", "gc", "train", "train-quality"),
@@ -73,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=PYTHON",
         help="train-quality: speculators or specforge, and an interpreter that imports it",
     )
-    bench.add_argument("--peers", default="speculators,specforge", help="of train: whom to measure, or none (%(default)s)")
+    bench.add_argument(
+        "--peers", default="speculators,specforge", help="of train: whom to measure, or none (%(default)s)"
+    )
     bench.add_argument("--rounds", type=int, default=5, help="of train: passes over the data that count (%(default)s)")
     smoke = _add(commands, "smoke", _smoke, "run the whole pipeline at small size in a scratch copy")
     smoke.add_argument("--folder", type=Path, default=Path(".eyas/smoke"), help="the copy (default: %(default)s)")
