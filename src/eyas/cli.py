@@ -64,21 +64,16 @@ def _parser() -> argparse.ArgumentParser:
         help="bytes and speeds (3 minutes), 200 kills (2 to 4), damage and who finds it (2); the states are only read. "
         "gc: promised and measured bytes, a plan over 80,000 objects (1). train: speed, memory and loss beside other "
         "trainers (15), each with an environment below .eyas/bench/peers that the first run makes; the path of a python "
-        "in EYAS_PEER_SPECULATORS or EYAS_PEER_SPECFORGE is taken instead. train-quality: tau of our trainer and others'",
-    )
-    bench.add_argument("--seeds", type=int, default=3, help="train-quality: seeds of every trainer (%(default)s)")
-    bench.add_argument("--jobs", type=int, default=1, help="train-quality: peers side by side (%(default)s)")
-    bench.add_argument(
-        "--peer",
-        action="append",
-        default=[],
-        metavar="NAME=PYTHON",
-        help="train-quality: speculators or specforge, and an interpreter that imports it",
+        "in EYAS_PEER_SPECULATORS or EYAS_PEER_SPECFORGE is taken instead. train-quality: tau beside them",
     )
     bench.add_argument(
-        "--peers", default="speculators,specforge", help="of train: whom to measure, or none (%(default)s)"
+        "--peers",
+        default="speculators,specforge",
+        help="of train, train-quality: whom to measure, or none (%(default)s)",
     )
     bench.add_argument("--rounds", type=int, default=5, help="of train: passes over the data that count (%(default)s)")
+    bench.add_argument("--seeds", type=int, default=3, help="of train-quality: drafters of each trainer (%(default)s)")
+    bench.add_argument("--jobs", type=int, default=1, help="of train-quality: peers side by side (%(default)s)")
     smoke = _add(commands, "smoke", _smoke, "run the whole pipeline at small size in a scratch copy")
     smoke.add_argument("--folder", type=Path, default=Path(".eyas/smoke"), help="the copy (default: %(default)s)")
     reproduce = _add(commands, "reproduce", _reproduce, "run small twice from nothing and compare every hash")
@@ -213,16 +208,13 @@ def _repair(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from eyas.ops.bench import quality
     from eyas.ops.bench.run import run, table
 
-    if arguments.name == "train-quality":
-        pythons = dict(peer.partition("=")[::2] for peer in arguments.peer)
-        found = quality.run(Path(), arguments.seeds, arguments.jobs, pythons)
-        console.emit(canonical_json(found) if arguments.json else quality.table(found))
-        return 0
-    options = {"peers": arguments.peers, "num_rounds": arguments.rounds} if arguments.name == "train" else {}
-    figures = run(Path(), arguments.name, **options)
+    options = {
+        "train": {"peers": arguments.peers, "num_rounds": arguments.rounds},
+        "train-quality": {"peers": arguments.peers, "num_seeds": arguments.seeds, "jobs": arguments.jobs},
+    }
+    figures = run(Path(), arguments.name, **options.get(arguments.name, {}))
     console.emit(canonical_json(figures) if arguments.json else table(arguments.name, figures))
     return 0
 

@@ -183,9 +183,11 @@ def _chunk_gradients(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     C, X = chunk.last - chunk.first, chunk.num_pairs
     filled_C, filled_X = (-(-count // multiple) * multiple for count in (C, X))
-    last_CD = hidden[0].new_zeros(filled_C, pack.last_TD.shape[1])
+    last_CD = hidden[0].new_empty(filled_C, pack.last_TD.shape[1])
+    last_CD[C:] = 0
     last_CD[:C] = pack.last_TD[pack.teachers_U[chunk.first : chunk.last]]
-    hidden_XE = hidden[0].new_zeros(filled_X, hidden[0].shape[1])
+    hidden_XE = hidden[0].new_empty(filled_X, hidden[0].shape[1])
+    hidden_XE[X:] = 0
     parts, at = [], 0
     for k, (first, last) in enumerate(chunk.pairs):
         rows = pack.loss_rows[k][first:last]

@@ -338,6 +338,7 @@ class Trainer:
 def _placed(drafter: Drafter, device: torch.device) -> Drafter:
     """The drafter on its device; the frozen embedding stays on the host, packs carry what they need of it."""
     embedding_VE = drafter.embed_tokens.weight
+    drafter.embed_tokens.register_buffer("weight", embedding_VE[:0], persistent=False)  # type: ignore[index]
     drafter = drafter.to(device)
     drafter.embed_tokens.register_buffer("weight", embedding_VE, persistent=False)  # type: ignore[arg-type]
     return drafter

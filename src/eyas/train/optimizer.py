@@ -118,7 +118,7 @@ class Optimizer:
         num_own = sum(part.stop - part.start for part in self._parts)
         self._own = {name: weights.master_P.new_zeros(num_own) for name in names}
         self._muon = Muon(weights) if config.optimizer == "muon" else None
-        self._pending: tuple[int, torch.Tensor] | None = None
+        self._pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -144,7 +144,7 @@ class Optimizer:
         norm = self._summed_norm()
         grad_scale = (norm / config.max_grad_norm).clamp_min(1.0)
         found_inf = 1 - norm.isfinite().float()
-        self._pending = (step, norm)
+        self._pending = (step, *_on_its_way(norm))
         if norm.device.type == "cpu" or self._muon is not None:
             self.settle()
         if self._muon is not None:
@@ -176,7 +176,9 @@ class Optimizer:
         """
         if self._pending is None:
             return
-        (step, norm), self._pending = self._pending, None
+        (step, norm, copied), self._pending = self._pending, None
+        if copied is not None:
+            copied.synchronize()
         value = float(norm)
         if not math.isfinite(value):
             raise TrainError(
@@ -265,6 +267,17 @@ class Optimizer:
     def state_names(self) -> tuple[str, ...]:
         """Names that ``state`` gives."""
         return tuple(self._own)
+
+
+def _on_its_way(value: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """A copy in host memory, there when the event has come: reading the device itself waits for all its work."""
+    if not value.is_cuda:
+        return value, None
+    host = torch.empty((), pin_memory=True)
+    host.copy_(value, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return host, copied
 
 
 def ema_decay_at(step: int, ema_decay: float) -> float:

@@ -12,6 +12,7 @@ ranks (the divisor of the loss), which samples are damaged, whether somebody has
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -73,12 +74,24 @@ class Placer:
     """Copies packs to the device, on a stream of its own where there are streams.
 
     Args:
-        device: Where packs go.
+        device: Where packs go; what was put there before may be used on that stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Kernels of this thread run on that stream too: they do not queue behind the trainer's."""
+        if self._stream is None:
+            yield
+            return
+        torch.cuda.set_device(self._device)  # a thread starts with the first device
+        with torch.cuda.stream(self._stream):
+            yield
 
     def __call__(self, pack: Pack) -> PlacedPack:
         """Start a copy; the pack's memory is pinned."""
@@ -148,12 +161,14 @@ class StepSource:
         """
         batches = iter(self._loader)
         while self._step < self._num_steps:
-            data = self._next(batches)
+            with self._placer.beside():
+                data = self._next(batches)
             if data is not None:
                 self._step += 1
                 yield data
                 if data.is_last:
                     return
+                del data  # or its packs would stay in memory while the next are made
 
     def _next(self, batches: Iterator[Batch]) -> StepData | None:
         packs: list[Pack] = []

@@ -52,7 +52,12 @@ CASES = {
     "negative warm-up": ("  warmup_steps: 20", "  warmup_steps: -3", "train.warmup_steps: -3, expected 0 or more", ""),
     "unknown loss": ("  loss: kl", "  loss: mse", "train.loss: 'mse', expected kl, ce or lk", ""),
     "negative top_k": ("  top_k: 0", "  top_k: -1", "train.top_k: -1, expected 0 or more", ""),
-    "top_k without a distribution": ("  loss: kl\n  top_k: 0", "  loss: ce\n  top_k: 4", "train.top_k: 4, expected 0", ""),
+    "top_k without a distribution": (
+        "  loss: kl\n  top_k: 0",
+        "  loss: ce\n  top_k: 4",
+        "train.top_k: 4, expected 0",
+        "",
+    ),
     "negative anchors": ("  anchors: 0", "  anchors: -2", "train.anchors: -2, expected 0 or more", ""),
     "unknown device": (
         "  dtype: bfloat16\n  device: cpu\n  checkpoint_every",
@@ -67,8 +72,8 @@ CASES = {
         "",
     ),
     "seed beyond 64 bits": (
-        "  log_every: 50\n  seed: 0",
-        "  log_every: 50\n  seed: 9223372036854775808",
+        "  max_damaged_samples: 0\n  seed: 0",
+        "  max_damaged_samples: 0\n  seed: 9223372036854775808",
         "train.seed: 9223372036854775808, expected less than 2**63",
         "",
     ),

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from eyas.drafter import attention, pointwise
+from eyas.drafter import pointwise, tiles
 from eyas.drafter.kernels.adamw import adamw
 from eyas.drafter.kernels.attend import attend_backward, attend_forward
 from eyas.drafter.kernels.divergence import divergence
@@ -89,14 +89,14 @@ def test_attention(heads, groups, width, step):
     q, shared, grad = numbers(R, heads, width), numbers(T, 2 * groups, width, seed=1), numbers(R, heads, width, seed=2)
     own = numbers(3, pack.num_rows[1], 2 * groups, width, seed=3)
     plan = pack.attention[step]
-    mixed, lse = attention._forward(q, shared, own[:step], plan)
+    mixed, lse = tiles.attend_forward(q, shared, own[:step], plan)
     on_device = plan.map(lambda t: t.to(DEVICE))
     found_mixed, found_lse = attend_forward(*here(q, shared, own), step, on_device)
     close(found_mixed, mixed)
     order = plan.order_R.long()
     close(found_lse, lse[order])
     sums = torch.zeros_like(shared), torch.zeros_like(own)
-    expected = attention._backward(grad, (q, mixed, lse), shared, own[:step], (sums[0], sums[1][:step]), plan)
+    expected = tiles.attend_backward(grad, (q, mixed, lse), shared, own[:step], (sums[0], sums[1][:step]), plan)
     found_sums = here(*(torch.zeros_like(s) for s in sums))
     saved = tuple(here(q, mixed, lse[order]))
     close(attend_backward(*here(grad), saved, *here(shared, own), found_sums, step, on_device), expected)

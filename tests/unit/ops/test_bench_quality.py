@@ -14,12 +14,14 @@ import torch
 from safetensors.torch import save_file
 from test_train_from import make_project, write_peer, write_target
 
-from eyas.batches.loader import BatchLoader
+from eyas.batches.loader import BatchLoader, order_of
+from eyas.batches.order import Cursor
 from eyas.drafter.model import Drafter
 from eyas.errors import ConfigError, EyasError, StoreError
 from eyas.ops.bench import quality
 from eyas.ops.bench.quality_ours import Setup
 from eyas.ops.bench.quality_peers import SCRIPTS, Peer, PeerRun, to_drafter, variants
+from eyas.ops.bench.run import run
 from eyas.ops.exchange.draft_vocab import make_draft_vocab
 from eyas.ops.exchange.states import ImportRequest, import_states
 from eyas.stages import fetch
@@ -89,21 +91,31 @@ def test_a_peer_gets_the_packs_of_our_trainer_in_the_same_order(in_root: Path, t
     peer = Peer("speculators", "unused", setup, (0, 5), tmp_path)
     files = json.loads((tmp_path / "speculators/states/eyas-export.json").read_text())["samples"]
     for seed in (0, 5):
-        with BatchLoader(setup.reader, setup.params.train.batch_tokens, seed) as loader:
+        samples = [sample for sample in setup.reader.samples if sample.split == "train"]
+        order = order_of(setup.reader, samples, setup.params.train.batch_tokens, seed)
+        with BatchLoader(setup.reader, order.plan(Cursor())) as loader:
             ours = [[d.sample.sample_id for d in batch.documents] for batch in islice(loader, 12)]
         theirs = [[files[number]["sample_id"] for number in pack] for pack in peer._job["batches"][str(seed)][:12]]
         assert theirs == ours
     assert peer._job["batches"]["0"] != peer._job["batches"]["5"]
+    setup.params.train.packs_per_step = 2
+    double = Peer("speculators", "unused", setup, (0,), tmp_path / "double")._job["batches"]["0"]
+    first, second, *_ = peer._job["batches"]["0"]
+    assert double[0] == [*first, *second]
     weights = json.loads((tmp_path / "speculators/target/model.safetensors.index.json").read_text())["weight_map"]
     assert peer._job["embedding_key"] in weights
     assert peer._job["head_key"] in weights
 
 
-def test_a_peers_drafter_is_judged_as_the_same_weights_of_ours_are(in_root: Path, tmp_path: Path) -> None:
+def test_a_peers_drafter_is_judged_as_the_same_weights_of_ours_are(
+    in_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     setup = Setup(in_root)
     drafter = raw_drafter(setup)
     pythons = {name: stand_in(tmp_path / name, drafter) for name in ("speculators", "specforge")}
-    figures = quality.run(in_root, 2, 3, pythons)
+    for name, python in pythons.items():
+        monkeypatch.setenv(f"EYAS_PEER_{name.upper()}", python)
+    figures = run(in_root, "train-quality", peers="speculators,specforge", num_seeds=2, jobs=3)
     expected = setup.judge(drafter)
     peers = [row for row in figures["rows"] if row["trainer"] != "eyas"]
     assert {(row["trainer"], row["budget"], row["seed"]) for row in peers} == {
@@ -130,9 +142,9 @@ def test_the_residual_a_drafter_was_trained_with_decides_its_drafts(in_root: Pat
     assert switches == {"its defaults": True, "its defaults, raw residual": False, "our optimizer": False}
 
 
-def test_what_cannot_be_measured_is_said(in_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="peer other, expected one of speculators, specforge"):
-        quality.run(in_root, 1, 1, {"other": "python"})
+def test_what_cannot_be_measured_is_said(in_root: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="peer 'other', expected some of speculators, specforge, or none"):
+        run(in_root, "train-quality", peers="other", num_seeds=1, jobs=1)
     with pytest.raises(StoreError, match="nothing to train on"):
         Setup(tmp_path)
     setup = Setup(in_root)

@@ -44,9 +44,9 @@ def test_validation_documents_are_judged_and_never_trained_on(tmp_path, monkeypa
     reader, trained = WatchedReader(), set()
     real = Packer.__call__
 
-    def watched(packer, documents, ttt_steps, mask_oov=True):
+    def watched(packer, documents, *args, **kwargs):
         trained.update(s.sample.sample_id for s in documents)
-        return real(packer, documents, ttt_steps, mask_oov)
+        return real(packer, documents, *args, **kwargs)
 
     monkeypatch.setattr("eyas.train.validation.Validator.__call__", lambda *_: ({"validation/tau": 1.0}, {}))
     monkeypatch.setattr(Packer, "__call__", watched)

@@ -240,10 +240,10 @@ class Tile:
         }
 
 
-FORWARD = Tile(128, 64, 8, 2)
-OWN = Tile(16, 0, 4, 1)
-ROWS = Tile(128, 64, 8, 2)
-KEYS = Tile(64, 64, 4, 2)
+FORWARD = Tile(64, 64, 4, 3)
+OWN = Tile(16, 0, 2, 1)
+ROWS = Tile(128, 32, 8, 3)
+KEYS = Tile(32, 64, 4, 3)
 
 
 def attend_forward(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
-import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,43 +20,38 @@ from typing import Any
 import torch
 
 from eyas import config, console, fs
-from eyas.errors import ConfigError
 from eyas.ops.bench.quality_ours import Setup
 from eyas.ops.bench.quality_peers import Peer, PeerRun, train_all, variants
 
-REPORT = Path("reports/bench/train_quality.json")
-SCRATCH = Path(".eyas/bench/train_quality")
-PEERS = ("speculators", "specforge")
 OURS = "eyas"
 
 
-def run(root: Path, num_seeds: int, jobs: int, pythons: Mapping[str, str]) -> dict[str, Any]:
-    """Train and judge everything, write the report.
+def measure(
+    root: Path, scratch: Path, pythons: Mapping[str, str], num_seeds: int, jobs: int, report: Path
+) -> dict[str, Any]:
+    """Train and judge everything.
 
     Args:
         root: A repository with a finished run; its ``train`` section is what ours does.
+        scratch: States, jobs and drafters go below it.
+        pythons: Peer -> interpreter that imports it; a peer left out is not run.
         num_seeds: Seeds 0, 1, … of every trainer.
         jobs: Processes of the peers side by side; none of them is timed.
-        pythons: Peer -> interpreter that imports it; a peer left out is not run.
+        report: Written again after every drafter, so that a peer's failure loses nothing of the others.
 
     Returns:
         The figures.
 
     Raises:
-        ConfigError: There is no such peer.
+        StoreError: There are no states.
         EyasError: A peer's process failed.
     """
-    if unknown := sorted(set(pythons) - set(PEERS)):
-        raise ConfigError(f"peer {unknown[0]}, expected one of {', '.join(PEERS)}")
-    scratch = (root / SCRATCH).resolve()
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
     setup, seeds = Setup(root.resolve()), range(num_seeds)
     rows = _ours(setup, seeds, scratch / OURS)
     seconds = statistics.median(row["seconds"] for row in rows)
     peers = {name: Peer(name, python, setup, seeds, scratch) for name, python in pythons.items()}
     runs, speeds = _plan(setup, peers, seeds, seconds)
-    figures = _write(root, _figures(setup, rows, seconds))
+    figures = _write(report, _figures(setup, rows, seconds))
     for peer_run, drafter, facts in train_all(peers, runs, jobs):
         rows.append(
             {
@@ -73,14 +67,12 @@ def run(root: Path, num_seeds: int, jobs: int, pythons: Mapping[str, str]) -> di
                 **setup.judge(drafter),
             }
         )
-        figures = _write(root, _figures(setup, rows, seconds))
-    shutil.rmtree(scratch, ignore_errors=True)
+        figures = _write(report, _figures(setup, rows, seconds))
     return figures
 
 
-def _write(root: Path, figures: dict[str, Any]) -> dict[str, Any]:
-    """The report as far as it goes, so that a peer's failure loses nothing of the others."""
-    fs.write_text(root / REPORT, json.dumps(figures, indent=2, sort_keys=True) + "\n")
+def _write(report: Path, figures: dict[str, Any]) -> dict[str, Any]:
+    fs.write_text(report, json.dumps(figures, indent=2, sort_keys=True) + "\n")
     return figures
 
 

@@ -19,9 +19,9 @@ from eyas import config, fs
 from eyas.config import Params
 from eyas.config.schema import DrafterConfig, TrainConfig
 from eyas.contracts import SetAcceptance, ShardManifest, TargetIdentity
+from eyas.drafter.judged import target_argmax
 from eyas.drafter.model import Drafter
 from eyas.errors import StoreError
-from eyas.evaluate.documents import target_argmax
 from eyas.evaluate.judge import document_groups, walk_group
 from eyas.evaluate.report import HeldOut, held_out
 from eyas.evaluate.summary import WalkedDocument, summarise
@@ -29,6 +29,7 @@ from eyas.shards.reader import ShardReader, StoredStates
 from eyas.target.load import TargetEnds
 from eyas.target.locate import ensure
 from eyas.train.checkpoint import load_drafter
+from eyas.train.distributed import open_world
 from eyas.train.run import Inputs, target_ends, train
 
 WARM_STEPS = 30
@@ -97,10 +98,11 @@ class Setup:
         """Train a drafter of ours; ``scratch`` is emptied."""
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
+        inputs = self.inputs(train_config, drafter_config)
+        runs, output, metrics = (scratch / name for name in ("runs", "drafter", "metrics"))
         start_s = time.perf_counter()
-        meta, _ = train(
-            self.inputs(train_config, drafter_config), scratch / "runs", scratch / "drafter", scratch / "metrics"
-        )
+        with open_world(train_config.device, train_config.packs_per_step) as world:
+            meta, _ = train(inputs, runs, output, metrics, world)
         seconds = time.perf_counter() - start_s
         drafter, _ = load_drafter(scratch / "drafter", self.ends.embedding_VD)
         return Trained(drafter, meta.num_steps, seconds)

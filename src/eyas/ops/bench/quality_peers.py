@@ -12,7 +12,6 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ import torch
 from safetensors.torch import load_file
 
 from eyas import console, fs
-from eyas.batches.loader import training_samples
-from eyas.batches.order import BatchOrder, Cursor
+from eyas.batches.loader import order_of
+from eyas.batches.order import Cursor
+from eyas.batches.split import split_samples
 from eyas.config.schema import TrainConfig
 from eyas.contracts import DrafterShape
 from eyas.drafter.init import resolve_shape
@@ -225,16 +225,22 @@ def to_drafter(tensors: dict[str, torch.Tensor], run: PeerRun, setup: Setup) -> 
 
 def _batches(setup: Setup, states: Path, seeds: Sequence[int]) -> tuple[dict[str, list[list[int]]], int]:
     """Packs of our trainer by seed, as numbers of exported samples, and the tokens of the longest."""
-    ours, samples = setup.params.train, training_samples(setup.reader)
+    ours = setup.params.train
     number = {s.sample_id: index for index, s in enumerate(read_record(states).samples)}
-    ids, lengths = [s.sample_id for s in samples], [s.num_tokens for s in samples]
-    shards = [setup.reader.shard_of(sample_id) for sample_id in ids]
+    num_tokens = {s.sample_id: s.num_tokens for s in setup.reader.samples}
     batches, max_tokens = {}, 0
     for seed in seeds:
-        order = BatchOrder(ids, shards, lengths, ours.batch_tokens, seed)
-        packs = [indices for _, indices in islice(order(Cursor()), ours.num_steps * PLANNED_STEPS)]
-        max_tokens = max(max_tokens, *(sum(lengths[i] for i in pack) for pack in packs))
-        batches[str(seed)] = [[number[ids[i]] for i in pack] for pack in packs]
+        samples, _ = split_samples(setup.reader.samples, ours.validation_share, seed)
+        plan = order_of(setup.reader, samples, ours.batch_tokens, seed).plan(Cursor(), ours.packs_per_step)
+        steps: list[list[str]] = [[]]
+        while len(steps) <= ours.num_steps * PLANNED_STEPS:
+            planned = next(plan)
+            steps[-1] += planned.sample_ids
+            if planned.ends_step:
+                steps.append([])
+        steps.pop()
+        max_tokens = max(max_tokens, *(sum(num_tokens[i] for i in step) for step in steps))
+        batches[str(seed)] = [[number[i] for i in step] for step in steps]
     return batches, max_tokens
 
 

@@ -34,8 +34,8 @@ def run(root: Path, name: str, **options: Any) -> dict[str, Any]:
 
     Args:
         root: The repository; must hold published states, but for ``gc``.
-        name: ``store``, ``crash``, ``corruption``, ``gc`` or ``train``.
-        options: Of ``train``: ``peers`` and ``num_rounds``.
+        name: ``store``, ``crash``, ``corruption``, ``gc``, ``train`` or ``train-quality``.
+        options: Of ``train``: ``peers`` and ``num_rounds``; of ``train-quality``: ``peers``, ``num_seeds`` and ``jobs``.
 
     Returns:
         The figures.
@@ -48,8 +48,13 @@ def run(root: Path, name: str, **options: Any) -> dict[str, Any]:
     scratch.mkdir(parents=True)
     figures = BENCHES[name](root, scratch, **options)
     shutil.rmtree(scratch, ignore_errors=True)
-    fs.write_text(root / REPORTS / f"{name}.json", json.dumps(figures, indent=2, sort_keys=True) + "\n")
+    fs.write_text(report_path(root, name), json.dumps(figures, indent=2, sort_keys=True) + "\n")
     return figures
+
+
+def report_path(root: Path, name: str) -> Path:
+    """Where a bench's figures go."""
+    return root / REPORTS / f"{name.replace('-', '_')}.json"
 
 
 def _store(root: Path, scratch: Path) -> dict[str, Any]:
@@ -103,12 +108,22 @@ def _train(root: Path, scratch: Path, *, peers: str, num_rounds: int) -> dict[st
     return (fs.read_json(path) if path.exists() else {}) | {"cpu": found | {"machine": config.machine()}}
 
 
+def _train_quality(root: Path, scratch: Path, *, peers: str, num_seeds: int, jobs: int) -> dict[str, Any]:
+    from eyas.ops.bench import quality
+    from eyas.ops.bench.train import parse_peers
+    from eyas.ops.bench.trainers import peer_python
+
+    pythons = {name: str(peer_python(name, root / SCRATCH / PEERS)) for name in parse_peers(peers)}
+    return quality.measure(root, scratch, pythons, num_seeds, jobs, report_path(root, "train-quality"))
+
+
 BENCHES: dict[str, Callable[..., dict[str, Any]]] = {
     "store": _store,
     "crash": _crash,
     "corruption": _corruption,
     "gc": _gc,
     "train": _train,
+    "train-quality": _train_quality,
 }
 
 
@@ -118,6 +133,10 @@ def table(name: str, figures: dict[str, Any]) -> str:
         from eyas.ops.bench import train as bench_train
 
         return bench_train.table(figures["cpu"])
+    if name == "train-quality":
+        from eyas.ops.bench import quality
+
+        return quality.table(figures)
     rows = [(key, _shown(value)) for key, value in sorted(figures.items()) if key != "machine"]
     return console.table(rows, (f"bench {name}", ""))
 
