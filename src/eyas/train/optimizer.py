@@ -69,29 +69,38 @@ def adamw_(
     exp_avg_X: torch.Tensor,
     exp_avg_sq_X: torch.Tensor,
     *,
-    step: torch.Tensor,
+    products_X: torch.Tensor | None,
+    step: int,
     lr: float,
     betas: tuple[float, float],
     weight_decay: float,
     grad_scale: torch.Tensor,
     found_inf: torch.Tensor,
 ) -> None:
-    """One AdamW update in place.
+    """One AdamW update in place; on a GPU in one pass that renews the products' copy too.
 
     Args:
         master_X: Flat float32 weights.
         grad_X: Their gradient; may be changed.
         exp_avg_X: First moments.
         exp_avg_sq_X: Second moments.
-        step: Number of this update from 1, on the device.
+        products_X: The products' copy of the weights, renewed on a GPU only.
+        step: Number of this update from 1.
         lr: As AdamW's.
         betas: As AdamW's.
         weight_decay: As AdamW's.
         grad_scale: The gradient is divided by it first; on the device.
         found_inf: 1 leaves everything as it is; on the device.
     """
+    if master_X.is_cuda:
+        from eyas.drafter.kernels.adamw import adamw
+
+        clip = torch.where(found_inf > 0, torch.nan, 1 / grad_scale)
+        moments = exp_avg_X, exp_avg_sq_X
+        adamw(master_X, moments, grad_X, products_X, clip, step=step, rate=lr, betas=betas, decay=weight_decay, eps=EPS)
+        return
     torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-        [master_X], [grad_X], [exp_avg_X], [exp_avg_sq_X], [], [step], lr=lr, beta1=betas[0], beta2=betas[1],
+        [master_X], [grad_X], [exp_avg_X], [exp_avg_sq_X], [], [torch.tensor(float(step))], lr=lr, beta1=betas[0], beta2=betas[1],
         weight_decay=weight_decay, eps=EPS, amsgrad=False, maximize=False, grad_scale=grad_scale, found_inf=found_inf,
     )  # fmt: skip
 
@@ -155,7 +164,8 @@ class Optimizer:
                 weights.grad_P[segment.whole],
                 self._own["exp_avg"][segment.own],
                 self._own["exp_avg_sq"][segment.own],
-                step=torch.full((), step + 1.0, device=norm.device),
+                products_X=None if weights.products_P is None else weights.products_P[segment.whole],
+                step=step + 1,
                 lr=lr,
                 betas=(config.betas[0], config.betas[1]),
                 weight_decay=segment.weight_decay,
@@ -166,7 +176,8 @@ class Optimizer:
             self._own["ema"].lerp_(self._cut(weights.master_P), 1 - ema_decay_at(step, config.ema_decay))
         if self._sharded:
             self._join_(weights.master_P, weights.master_P)
-        weights.refresh()
+        if self._sharded or self._muon is not None or not norm.is_cuda:
+            weights.refresh()
 
     def settle(self) -> None:
         """Look at the norm that was left on the device.

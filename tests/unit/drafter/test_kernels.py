@@ -1,5 +1,6 @@
 """Every Triton kernel against its torch twin, on a GPU or, without one, in Triton's interpreter."""
 
+import math
 import os
 
 import pytest
@@ -148,7 +149,11 @@ def test_adamw_is_torchs():
             group["lr"] = rate
         matrices.grad, gains.grad = (part * 0.5 for part in grad.split([decayed, size - decayed]))
         reference.step()
-        clip = torch.tensor(0.5, device=DEVICE)
-        adamw(mine, tuple(moments), *here(grad), products, clip, step=step, rate=rate, betas=(0.9, 0.95), decay=0.1, num_decayed=decayed)  # fmt: skip
+        for clip in (math.nan, 0.5):
+            for part, decay in ((slice(decayed), 0.1), (slice(decayed, None), 0.0)):
+                adamw(
+                    mine[part], (moments[0][part], moments[1][part]), grad.to(DEVICE)[part], products[part],
+                    torch.tensor(clip, device=DEVICE), step=step, rate=rate, betas=(0.9, 0.95), decay=decay, eps=1e-8,
+                )  # fmt: skip
         close(mine, torch.cat([matrices.detach(), gains.detach()]), 1e-6)
         close(products, mine.cpu())

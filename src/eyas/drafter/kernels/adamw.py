@@ -1,6 +1,6 @@
 """AdamW over flat tensors in one pass on a GPU: masters, moments, and the products' copy.
 
-Letters: P all trained values.
+Letters: X values.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ BLOCK = 4096
 
 @triton.jit
 def _adamw(
-    master_ptr, first_ptr, second_ptr, grad_ptr, products_ptr, clip_ptr, num_decayed, P,
+    master_ptr, first_ptr, second_ptr, grad_ptr, products_ptr, clip_ptr, X,
     rate, beta_1, beta_2, correction_1, correction_2_root, eps, decay,
     COPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < P
-    grad = tl.load(grad_ptr + at, mask=inside, other=0.0) * tl.load(clip_ptr)
+    clip = tl.load(clip_ptr)
+    inside = at < tl.where(clip < 3.0e38, X, 0)  # a clip that is no number leaves everything as it is
+    grad = tl.load(grad_ptr + at, mask=inside, other=0.0) * clip
     first = tl.load(first_ptr + at, mask=inside, other=0.0)
     second = tl.load(second_ptr + at, mask=inside, other=0.0)
-    master = tl.load(master_ptr + at, mask=inside, other=0.0)
-    master = tl.where(at < num_decayed, master * (1 - rate * decay), master)
+    master = tl.load(master_ptr + at, mask=inside, other=0.0) * (1 - rate * decay)
     first = first + (grad - first) * (1 - beta_1)
     second = second * beta_2 + grad * grad * (1 - beta_2)
     master -= rate / correction_1 * first / (tl.sqrt(second) / correction_2_root + eps)
@@ -36,37 +36,35 @@ def _adamw(
 
 
 def adamw(
-    master_P: torch.Tensor,
+    master_X: torch.Tensor,
     moments: tuple[torch.Tensor, torch.Tensor],
-    grad_P: torch.Tensor,
-    products_P: torch.Tensor | None,
+    grad_X: torch.Tensor,
+    products_X: torch.Tensor | None,
     clip: torch.Tensor,
     *,
     step: int,
     rate: float,
     betas: tuple[float, float],
     decay: float,
-    num_decayed: int,
-    eps: float = 1e-8,
+    eps: float,
 ) -> None:
     """One update; torch's AdamW rule.
 
     Args:
-        master_P: Float32 weights.
+        master_X: Float32 weights.
         moments: First and second, float32.
-        grad_P: Float32 gradient.
-        products_P: Copy in the dtype of products, renewed as well; None when there is none.
-        clip: Scalar on the device that the gradient is multiplied with.
+        grad_X: Float32 gradient.
+        products_X: Copy in the dtype of products, renewed as well; None when there is none.
+        clip: Scalar on the device that the gradient is multiplied with; NaN leaves everything as it is.
         step: Counted from 1.
         rate: Learning rate.
         betas: Of the moments.
-        decay: Weight decay of the first ``num_decayed`` values.
-        num_decayed: See ``decay``.
+        decay: Weight decay.
         eps: Added to the root of the second moment.
     """
-    P = len(master_P)
-    _adamw[(triton.cdiv(P, BLOCK),)](
-        master_P, *moments, grad_P, master_P if products_P is None else products_P, clip, num_decayed, P,
+    X = len(master_X)
+    _adamw[(triton.cdiv(X, BLOCK),)](
+        master_X, *moments, grad_X, master_X if products_X is None else products_X, clip, X,
         rate, *betas, 1 - betas[0] ** step, (1 - betas[1] ** step) ** 0.5, eps, decay,
-        COPY=products_P is not None, BLOCK=BLOCK, num_warps=8,
+        COPY=products_X is not None, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
