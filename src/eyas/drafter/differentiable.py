@@ -25,9 +25,8 @@ def add_weight_gradient(sink_OI: torch.Tensor | None, grad_RO: torch.Tensor, x_R
         return grad_RO.t() @ x_RI
     if sink_OI.dtype == grad_RO.dtype:
         sink_OI.addmm_(grad_RO.t(), x_RI)
-    elif not sink_OI.is_cuda:
-        # torch has mixed dtypes in one product on CUDA alone; oneDNN rounds these float32 inputs to the same bf16
-        sink_OI.addmm_(grad_RO.t().to(sink_OI.dtype), x_RI.to(sink_OI.dtype))
+    elif not sink_OI.is_cuda:  # torch has mixed dtypes in one product on CUDA alone
+        sink_OI.add_(grad_RO.t() @ x_RI)
     else:
         torch.addmm(sink_OI, grad_RO.t(), x_RI, out_dtype=sink_OI.dtype, out=sink_OI)
     return None
