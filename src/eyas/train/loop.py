@@ -282,10 +282,10 @@ class Trainer:
         config = self.config
         last = self._step == config.num_steps
         stop = data.is_last or (self.world.size == 1 and bool(self._stop_signal))
-        if self._step % config.log_every == 0 or last:
-            self._log_window()
         if self._validator is not None and (self._step % config.validate_every == 0 or last):
             self._validate(self._validator)
+        if self._step % config.log_every == 0 or last:
+            self._log_window()
         if self._step % config.checkpoint_every == 0 or last or stop:
             self.save()
         if stop:

@@ -24,7 +24,7 @@ ITERATIONS = 5
 def orthogonal(matrix_XY: torch.Tensor) -> torch.Tensor:
     """About U Vᵀ of a matrix U S Vᵀ, by Newton-Schulz iterations; singular values end near 1, not at 1."""
     a, b, c = COEFFICIENTS
-    x_XY = matrix_XY.bfloat16() if matrix_XY.is_cuda else matrix_XY
+    x_XY = matrix_XY.bfloat16()  # products of a CPU with AMX are eight times faster so
     tall = x_XY.shape[0] > x_XY.shape[1]
     x_XY = x_XY.T if tall else x_XY
     x_XY = x_XY / (x_XY.norm() + 1e-7)
