@@ -254,11 +254,9 @@ def gradient_of_logits(
     p_CW = _distribution(teacher_CW, objective)
     best_C, entropy_C = (p_CW.argmax(-1), entropy(p_CW)) if found is not None else (None, None)
     for index, part in enumerate(parts):
-        # most steps have one row for every teacher of the chunk, in the same order
-        aligned = len(part.rows) == len(p_CW)
         for rows_Y in _slices(len(part.rows), logits_XW):
             teachers_Y = part.teachers[rows_Y]
-            p_YW = p_CW[rows_Y] if aligned else p_CW[teachers_Y]
+            p_YW = _taught(p_CW, teachers_Y)
             at_Y = slice(part.at.start + rows_Y.start, part.at.start + rows_Y.stop)
             logits_YW = logits_XW[at_Y].to(p_YW.dtype)
             if found is not None and best_C is not None and entropy_C is not None:
@@ -275,6 +273,12 @@ def _distribution(teacher_CW: torch.Tensor, objective: Objective) -> torch.Tenso
     for rows_Y in _slices(len(teacher_CW), teacher_CW):
         torch.softmax(objective.restrict_(teacher_CW[rows_Y].to(wide)), -1, out=p_CW[rows_Y])
     return p_CW
+
+
+def _taught(p_CW: torch.Tensor, teachers_Y: torch.Tensor) -> torch.Tensor:
+    """Distributions of some teachers, rising; neighbours are not copied."""
+    first, last = (int(teacher) for teacher in teachers_Y[[0, -1]])
+    return p_CW[first : last + 1] if last - first == len(teachers_Y) - 1 else p_CW[teachers_Y]
 
 
 def _slices(count: int, logits_XW: torch.Tensor) -> list[slice]:

@@ -1,27 +1,31 @@
-"""The dtype of matrix products, chosen around a whole optimizer step.
+"""The dtype of matrix products: what weights and activations are kept in, and how float32 ones multiply.
 
-Weights, activations, softmax and loss stay float32. ``bfloat16`` means that products of float32 tensors
-take reduced-precision inputs and keep float32 sums and results: oneDNN's bf16 on CPUs that have it (three
-times faster), TF32 on CUDA. A process-wide switch of torch, so nothing in the model has to know. Only the
-widest gradient product asks for ``reduced_dtype`` and takes bf16 tensors as they are.
+Masters, norms, softmax and loss are float32. ``bfloat16`` means bf16 weights and activations where the device
+multiplies bf16 (CUDA; CPUs with AVX-512 BF16, where a product of bf16 tensors takes half the time of one that
+converts its float32 inputs first). Other CPUs keep float32 tensors and let oneDNN choose.
+
+What is left of float32 products (attention's tiles) follows a process-wide switch of torch, ``matmul_dtype``, set
+around a whole optimizer step: reduced-precision inputs, float32 sums and results.
 
 oneDNN compiles a kernel for every new size of a product, 6 ms and 1 to 6 MB each, more than the product of a
-CPU-sized batch itself. So packs are filled up to few sizes (``rows.pack_documents``), and attention, whose
-sizes follow the documents, runs under ``full_precision``.
+CPU-sized batch itself. So packs are filled up to few sizes (``rows.pack_documents``), and attention is cut into
+tiles of one size.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from collections.abc import Iterator
 
 import torch
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
 _active: torch.dtype | None = None
+
+
+def product_dtype(device: torch.device, dtype: str) -> torch.dtype:
+    """Dtype of weights and activations for ``train.dtype`` on a device."""
+    multiplies = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if dtype == "bfloat16" and multiplies else torch.float32
 
 
 def reduced_dtype() -> torch.dtype | None:
@@ -42,19 +46,3 @@ def matmul_dtype(dtype: str) -> Iterator[None]:
         yield
     finally:
         cpu.fp32_precision, cuda.fp32_precision, _active = before
-
-
-def full_precision(function: Function) -> Function:
-    """Decorate a function whose float32 products stay float32 whatever ``matmul_dtype`` says."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-        before = cpu.fp32_precision
-        cpu.fp32_precision = "ieee"
-        try:
-            return function(*args, **kwargs)
-        finally:
-            cpu.fp32_precision = before
-
-    return cast(Function, wrapped)

@@ -32,8 +32,8 @@ class Tile:
 
     keys: int
     """Keys ``TILE_KEYS * keys …`` of the pack."""
-    hidden_XY: torch.Tensor | None
-    """Bool: this row may not see this key; None when all see all."""
+    bias_XY: torch.Tensor | None
+    """Added to scores: -inf where this row may not see this key, 0 elsewhere; None when all see all."""
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class AttentionPlan:
             keys_Y = torch.arange(first, last)
             hidden_XY = (keys_Y < first_X1) | (keys_Y > last_X1)
             if not bool(hidden_XY.all()):
-                tiles.append(Tile(number, hidden_XY))
+                tiles.append(Tile(number, torch.zeros(hidden_XY.shape).masked_fill_(hidden_XY, -torch.inf)))
         return tiles
 
 

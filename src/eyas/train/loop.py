@@ -26,7 +26,7 @@ from eyas.drafter.init import draft_head
 from eyas.drafter.loss import Measured, Workspace, ttt_loss
 from eyas.drafter.model import Drafter
 from eyas.drafter.objective import Objective
-from eyas.drafter.precision import matmul_dtype
+from eyas.drafter.precision import matmul_dtype, product_dtype
 from eyas.drafter.weights import FlatWeights
 from eyas.train.checkpoint import Best, MetricRow, RunFolder, RunState, by_parameter
 from eyas.train.data import Packer, check_states
@@ -84,13 +84,12 @@ class Trainer:
     ) -> None:
         self.config, self.reader, self.run_folder, self.world = config, reader, run, world
         self._training, validation = split_samples(reader.samples, config.validation_share, config.seed)
-        on_gpu = world.device.type == "cuda"
-        product_dtype = torch.bfloat16 if on_gpu and config.dtype == "bfloat16" else torch.float32
-        self._teacher_WD = draft_head(head_VD.float(), drafter.d2t).to(world.device, product_dtype)
+        dtype = product_dtype(world.device, config.dtype)
+        self._teacher_WD = draft_head(head_VD.float(), drafter.d2t).to(world.device, dtype)
         head_VD = head_VD.float().to(world.device)
         self.drafter = _placed(drafter, world.device).train()
         self.drafter.lm_head.weight.requires_grad_(config.train_head)
-        self.weights = FlatWeights(self.drafter, product_dtype)
+        self.weights = FlatWeights(self.drafter, dtype)
         world.send_first_(self.weights.master_P)
         self._optimizer = Optimizer(self.weights, config, world)
         self._packer = Packer(

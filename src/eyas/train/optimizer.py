@@ -201,7 +201,9 @@ class Optimizer:
         grad_P = self._weights.grad_P
         if not self._sharded:
             self._world.sum_(grad_P)
-            return torch.linalg.vector_norm(grad_P)
+            # a CPU adds a million float32 squares up to 1e-4 only
+            on_cpu = grad_P.device.type == "cpu"
+            return torch.linalg.vector_norm(grad_P, dtype=torch.float64 if on_cpu else None).to(grad_P.dtype)
         size = len(grad_P) // self._world.size
         whole, rest = slice(0, size * self._world.size), slice(size * self._world.size, None)
         own_Y = torch.empty_like(grad_P[:size])

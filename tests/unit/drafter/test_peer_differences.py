@@ -52,7 +52,7 @@ def test_a_row_whose_target_is_out_of_vocab_trains_nothing_and_is_counted():
     pack, trained = ours(MASK, 2, in_vocab)
     assert trained == {(4, 0), (3, 1)}
     assert pack.num_oov == 1
-    mask_T, in_vocab_T = torch.tensor(MASK).bool(), torch.tensor(in_vocab).bool()
+    mask_T = torch.tensor(MASK).bool()
     assert (3, 0) in pairs(speculators_trains(mask_T, 2))
     shifted = [1, 1, 1, 1, 1, 0, 1]
     everything = torch.ones(7, dtype=torch.bool)

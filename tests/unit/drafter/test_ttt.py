@@ -91,7 +91,7 @@ def test_attention_of_a_long_document_is_cut_into_bounded_tiles():
         for n, tiles in enumerate(plan.tiles()):
             rows = slice(n * spans.TILE_ROWS, (n + 1) * spans.TILE_ROWS)
             for tile in tiles:
-                seen_R[rows] += spans.TILE_KEYS if tile.hidden_XY is None else (~tile.hidden_XY).sum(1)
+                seen_R[rows] += spans.TILE_KEYS if tile.bias_XY is None else (tile.bias_XY == 0).sum(1)
             assert len(tiles) <= n + 1, "the causal half is left out"
         assert torch.equal(seen_R[: len(plan.places_R)], plan.places_R + 1)
         assert not seen_R[len(plan.places_R) :].any()

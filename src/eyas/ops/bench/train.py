@@ -7,6 +7,7 @@ alike. A token is a token of a sequence, trained or not. Of a peer's ways to run
 
 from __future__ import annotations
 
+import importlib.metadata
 import statistics
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from eyas import config, console
+from eyas import console
 from eyas.errors import ConfigError
 from eyas.ops.bench.train_data import prepare
 from eyas.ops.bench.trainers import OURS, PEERS, PeerError, Running, peer_python, started
@@ -85,10 +86,14 @@ def measure(root: Path, scratch: Path, environments: Path, peers: Sequence[str],
         trainers = _take_turns(running, len(shared["sample_ids"]), num_rounds)
     for name, figures in trainers.items():
         figures |= {key: value for key, value in ways[name].items() if value}
-        figures["version"] = PEERS[name].version if name in PEERS else config.machine().get("eyas", "")
+        figures["version"] = PEERS[name].version if name in PEERS else importlib.metadata.version("eyas")
     return {
         "trainers": trainers,
-        "ratios": {name: _ratios(trainers[OURS], trainers[name]) for name in trainers if name != OURS},
+        "ratios": {
+            name: _ratios(trainers[OURS], trainers[name], has_our_loss=PEERS[name].has_our_loss)
+            for name in trainers
+            if name != OURS
+        },
         "trained_share": shared["trained_share"],
         "sequence_tokens": shared["sequence_tokens"],
         "num_sequences": len(shared["sample_ids"]),
@@ -139,11 +144,10 @@ def _take_turns(running: Sequence[Running], num_steps: int, num_rounds: int) -> 
     }
 
 
-def _ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float | None]:
-    return {
-        key: ours[key] / theirs[key] if ours[key] is not None and theirs[key] else None
-        for key in ("tokens_cpu_s", "tokens_s", "peak_bytes", "loss")
-    }
+def _ratios(ours: dict[str, Any], theirs: dict[str, Any], *, has_our_loss: bool) -> dict[str, float | None]:
+    """Ours over theirs."""
+    keys = ("tokens_cpu_s", "tokens_s", "peak_bytes", *(("loss",) if has_our_loss else ()))
+    return {key: ours[key] / theirs[key] if ours[key] is not None else None for key in keys}
 
 
 def table(figures: dict[str, Any]) -> str:

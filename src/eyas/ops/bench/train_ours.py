@@ -1,6 +1,7 @@
-"""Our side of ``eyas bench train``, in a process of its own: the store's reader, the packs, the loss, AdamW.
+"""Our side of ``eyas bench train``, in a process of its own: the store's reader, the packs, the loss, the optimizer.
 
-Losses are taken at every tenth step, as in training. So that they compare, rows whose target is outside the draft vocab train here too, as they do in speculators.
+Losses are taken at every tenth step, as in training. So that they compare, the rows that train are those that
+speculators trains: its mask, and rows whose target is outside the draft vocab too. That is more work than ours.
 """
 
 from __future__ import annotations
@@ -9,20 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from eyas import fs
+from eyas.config.schema import TrainConfig
 from eyas.contracts import DrafterShape, ShardManifest
 from eyas.drafter.init import draft_head
 from eyas.drafter.loss import Workspace, ttt_loss
 from eyas.drafter.model import Drafter
-from eyas.drafter.precision import matmul_dtype
-from eyas.drafter.rows import Document, pack_documents
+from eyas.drafter.precision import matmul_dtype, product_dtype
+from eyas.drafter.rows import Pack, plan_pack
 from eyas.drafter.weights import FlatWeights
 from eyas.ops.bench.peers.protocol import Step, serve
-from eyas.shards.reader import ShardReader
+from eyas.shards.reader import ShardReader, StoredStates
 from eyas.train.data import FILL_MULTIPLE
+from eyas.train.distributed import World
 from eyas.train.loop import MEASURE_EVERY
+from eyas.train.optimizer import Optimizer
 
 
 def make_drafter(job: dict[str, Any]) -> tuple[Drafter, torch.Tensor]:
@@ -37,42 +42,44 @@ def make_drafter(job: dict[str, Any]) -> tuple[Drafter, torch.Tensor]:
     return drafter, draft_head(ends["head"], drafter.d2t)
 
 
+def make_pack(stored: StoredStates, ttt_steps: int) -> Pack:
+    """One sequence with the rows that speculators trains: row t at step k iff loss_mask[t+k+1]."""
+    T = len(stored.input_ids_T)
+    mask_X = F.pad(stored.loss_mask_T.bool(), (0, ttt_steps))
+    return plan_pack(
+        ids_T=stored.input_ids_T.long(),
+        aux_TAD=[stored.aux_TAD],
+        last_TD=[stored.last_TD],
+        lengths=[T],
+        trains_TS=torch.stack([mask_X[k + 1 : k + 1 + T] for k in range(ttt_steps)], 1),
+        multiple=FILL_MULTIPLE,
+    )
+
+
 def make(job: dict[str, Any]) -> Step:
     """See ``protocol.serve``."""
-    dtype = getattr(torch, job["dtype"])
+    device = torch.device("cpu")
+    dtype = product_dtype(device, job["dtype"])
     drafter, teacher_WD = make_drafter(job)
     weights, workspace = FlatWeights(drafter, dtype), Workspace()
     teacher_WD = teacher_WD.to(dtype)
-    masters = torch.nn.Parameter(weights.master_P)
-    masters.grad = weights.grad_P
-    optimizer = torch.optim.AdamW(
-        [masters], lr=job["lr"], betas=job["betas"], weight_decay=job["weight_decay"], fused=True
-    )
+    names = ("betas", "weight_decay", "max_grad_norm")
+    optimizer = Optimizer(weights, TrainConfig(**{name: job[name] for name in names}), World(0, 1, device))
     folder = Path(job["data"]["eyas"])
     reader = ShardReader(folder / "shards", fs.read_record(ShardManifest, folder / "manifest.json"))
     sample_ids = job["sample_ids"]
 
     def step(number: int) -> tuple[int, float | None]:
         stored = reader.read(sample_ids[number % len(sample_ids)])
-        document = Document(stored.input_ids_T, stored.loss_mask_T, stored.aux_TAD, stored.last_TD)
-        pack = pack_documents([document], job["ttt_steps"], FILL_MULTIPLE)
+        measure = number % MEASURE_EVERY == MEASURE_EVERY - 1
         weights.zero_grad()
         with matmul_dtype(job["dtype"]):
+            pack = make_pack(stored, job["ttt_steps"])
             total, measured = ttt_loss(
-                drafter,
-                pack,
-                teacher_WD,
-                job["step_decay"],
-                weights=weights,
-                workspace=workspace,
-                measure=number % MEASURE_EVERY == MEASURE_EVERY - 1,
+                drafter, pack, teacher_WD, job["step_decay"], weights=weights, workspace=workspace, measure=measure
             )
             total.backward()
-        torch.nn.utils.clip_grads_with_norm_(
-            [masters], job["max_grad_norm"], torch.nn.utils.get_total_norm(list(weights.grad_views.values()))
-        )
-        optimizer.step()
-        weights.refresh()
+        optimizer.step(number, job["lr"])
         return len(stored.input_ids_T), measured.total(job["step_decay"]) if measured else None
 
     return step

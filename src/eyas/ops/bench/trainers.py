@@ -39,6 +39,8 @@ class Peer:
     requirements: tuple[str, ...]
     without_dependencies: tuple[str, ...] = ()
     """Installed alone: what they declare wants a GPU."""
+    has_our_loss: bool = True
+    """Its loss is the mean KL of the rows that train, as ours; no ratio is taken of another kind."""
     unwanted: tuple[str, ...] = ()
     """Declared by a package and not used: builds for another torch break the import."""
 
@@ -67,6 +69,7 @@ PEERS = {
                 "accelerate", "datasets", TORCH,
             ),
             without_dependencies=("specforge==0.2.0",),
+            has_our_loss=False,
         ),
     )
 }  # fmt: skip
