@@ -115,7 +115,7 @@ def test_orthogonal_matrices_have_singular_values_near_one(shape):
     assert torch.linalg.svdvals(found).min() > 0.3
     assert torch.linalg.svdvals(found).max() < 1.3
     off = inside - torch.diag(torch.diagonal(inside))
-    assert off.abs().max() < 1e-3
+    assert off.abs().max() < 0.05  # products are bfloat16
 
 
 def test_muon_moves_hidden_matrices_by_its_formula_and_the_rest_by_adamw():

@@ -67,7 +67,7 @@ def _draft(
     logits_ptr, p_ptr, teachers_ptr, entropy_ptr, best_ptr, grad_ptr, losses_ptr, hits_ptr, W,
     MEASURE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """q - p of each pair; its KL and whether both argmaxes agree."""
+    """Gradient q - p of each pair; its KL and whether both argmaxes agree."""
     row = tl.program_id(0).to(tl.int64)
     teacher = tl.load(teachers_ptr + row).to(tl.int64)
     row_ptr, teacher_ptr = logits_ptr + row * W, p_ptr + teacher * W
