@@ -52,7 +52,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary doctor verify repair \
-	budget generations retire keep gc-plan gc adopt train-from export-states import-states bench-store bench-gc bench-train \
+	budget generations retire keep gc-plan gc adopt train-from export-states import-states bench-store bench-gc bench-train bench-train-quality \
 	check test test-slow lock clean
 
 help: ## List the targets
@@ -129,6 +129,8 @@ bench-gc: $(READY) ## A gc on this volume: promised and measured bytes, a plan o
 	eyas bench gc
 bench-train: $(READY) ## The trainer beside other trainers on this CPU: speed, memory, loss; reports/bench/train.json; ARGS='--peers none'
 	eyas bench train $(ARGS)
+bench-train-quality: $(READY) ## Tau of our drafter and of other trainers' from the same states; reports/bench/train_quality.json
+	eyas bench train-quality $(JSON_FLAG) $(ARGS)
 
 ##@ Exchange
 adopt: $(READY) ## Another program's folder under DVC, hashed once and linked: DIR= ENGINE=vllm (FORMAT= NOTE= NAME=)
