@@ -118,6 +118,7 @@ def _write_target() -> TargetIdentity:
 def _write_models(target: TargetIdentity, identity: str) -> None:
     shape: dict[str, Any] = {spec.name: 1 for spec in dataclasses.fields(DrafterShape)}
     shape |= {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "fc_norm": False, "norm_output": False}
+    shape |= {"rope_scaling": None, "norm_before_residual": False}
     fs.write_bytes(Path("models/drafter/drafter.safetensors"), b"drafter")
     checkpoint = CheckpointMeta(
         shape=DrafterShape(**shape),
