@@ -55,6 +55,22 @@ def _parser() -> argparse.ArgumentParser:
     listed.add_argument("--all", action="store_true", help="also those that only commits name, and deleted ones")
     _add_exchange(commands)
     _add_generations(commands)
+    _add_bench(commands)
+    smoke = _add(commands, "smoke", _smoke, "run the whole pipeline at small size in a scratch copy")
+    smoke.add_argument("--folder", type=Path, default=Path(".eyas/smoke"), help="the copy (default: %(default)s)")
+    reproduce = _add(commands, "reproduce", _reproduce, "run small twice from nothing and compare every hash")
+    reproduce.add_argument(
+        "--folder", type=Path, default=Path(".eyas/reproduce"), help="holds both copies (default: %(default)s)"
+    )
+    pivot = _add(
+        commands, "scenario-pivot", _scenario_pivot, "from one engine to another on a volume that does not hold both"
+    )
+    pivot.add_argument("--from", dest="first", default="fake", help="engine whose states are in the way (%(default)s)")
+    pivot.add_argument("--to", dest="second", default="hf", help="engine that is wanted (%(default)s)")
+    return parser
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
     bench = _add(
         commands, "bench", _bench, "measure store and trainer on the extracted states; writes reports/bench/NAME.json"
     )
@@ -74,18 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--rounds", type=int, default=5, help="of train: passes over the data that count (%(default)s)")
     bench.add_argument("--seeds", type=int, default=3, help="of train-quality: drafters of each trainer (%(default)s)")
     bench.add_argument("--jobs", type=int, default=1, help="of train-quality: peers side by side (%(default)s)")
-    smoke = _add(commands, "smoke", _smoke, "run the whole pipeline at small size in a scratch copy")
-    smoke.add_argument("--folder", type=Path, default=Path(".eyas/smoke"), help="the copy (default: %(default)s)")
-    reproduce = _add(commands, "reproduce", _reproduce, "run small twice from nothing and compare every hash")
-    reproduce.add_argument(
-        "--folder", type=Path, default=Path(".eyas/reproduce"), help="holds both copies (default: %(default)s)"
-    )
-    pivot = _add(
-        commands, "scenario-pivot", _scenario_pivot, "from one engine to another on a volume that does not hold both"
-    )
-    pivot.add_argument("--from", dest="first", default="fake", help="engine whose states are in the way (%(default)s)")
-    pivot.add_argument("--to", dest="second", default="hf", help="engine that is wanted (%(default)s)")
-    return parser
 
 
 def _add_exchange(commands: argparse._SubParsersAction) -> None:

@@ -138,7 +138,7 @@ def to_yaml(params: Params) -> str:
 _HEAD = """\
 # Complete parameters of this pipeline, tracked by DVC. Edit values here, or compose presets:
 #   make params TARGET=... DATA=... MACHINE=... DRAFTER=...
-# Every key is described in src/eyas/config/schema.py.
+# Every key is described in src/eyas/config/schema.py and training.py.
 defaults:
 - schema
 - _self_

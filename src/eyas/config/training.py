@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 
 from eyas.config.checks import DEVICES, LOSSES, require, require_seed
+
+OUTPUT = "models/drafter"
 
 
 @dataclass
@@ -68,11 +71,11 @@ class TrainConfig:
     ema_decay: float = 0.0
     """Decay of an average of the weights, which is then what is validated and published; 0 has none."""
     train_head: bool = False
-    """Train ``lm_head``; False keeps the rows it starts with (the target's, or a warm start's), which is faster and
-    as good."""
+    """Train ``lm_head``; False keeps the rows it starts with (the target's, or a warm start's), which is faster;
+    docs/performance.md has what either gives."""
     warm_start: str = ""
-    """Folder of an EAGLE-3 checkpoint to start from, relative to the repository: SGLang's form, speculators', or an
-    earlier models/drafter. Empty starts from the target."""
+    """Folder of an EAGLE-3 checkpoint to start from, relative to the repository: SGLang's form, speculators', or a
+    copy of an earlier models/drafter. Empty starts from the target."""
     warm_start_sha256: str = ""
     """Its content hash, which training checks and prints: DVC sees a changed start by it."""
     dtype: str = "bfloat16"
@@ -134,6 +137,8 @@ class TrainConfig:
         require(self.device in DEVICES, "train.device", self.device, "cpu or cuda")
         inside = not self.warm_start.startswith(("/", "~")) and ".." not in self.warm_start.split("/")
         require(inside, "train.warm_start", self.warm_start, "a folder of the repository, relative to it")
+        kept = not PurePosixPath(self.warm_start).is_relative_to(OUTPUT)
+        require(kept, "train.warm_start", self.warm_start, f"a copy of it: DVC empties {OUTPUT} before it trains")
         digits = "[0-9a-f]{64}" if self.warm_start else ""
         named = not self.warm_start_sha256 or re.fullmatch(digits, self.warm_start_sha256) is not None
         expected = "64 hex digits; empty without train.warm_start"

@@ -128,25 +128,16 @@ def test_what_was_imported_outlives_its_source_and_a_failed_import_leaves_nothin
     write_target(tmp_path / "target")
     root, peer = make_project(tmp_path / "project", tmp_path / "target"), write_peer(tmp_path / "peer")
     ok(root, "dvc", "repro", "-q", "fetch")
-    ok(root, "git", "add", "-A")
-    ok(root, "git", "commit", "-qm", "target")
+    commit(root, "target")
     assert eyas(root, "adopt", "--dir", str(peer), "--engine", "sglang", "--name", "old").returncode == 0
-    ok(root, "git", "add", "-A")
-    ok(root, "git", "commit", "-qm", "adopt")
+    commit(root, "adopt")
 
     # The stage itself fails, after everything that can be told before was right.
     done = eyas(root, "train-from", "old", "--boundaries", "1,2,3", "--final-hidden", "post_norm", "--json")
     assert done.returncode == 0, done.stderr
-    ok(root, "git", "add", "-A")
-    ok(root, "git", "commit", "-qm", "train")
+    commit(root, "train")
     before = snapshot(root / "imports/old")
-    data = torch.load(peer / "data_3.ckpt", weights_only=True)
-    damaged = tmp_path / "damaged"
-    shutil.copytree(peer, damaged)
-    (damaged / "data_3.ckpt").unlink()
-    data["aux_hidden_state"][0, 4, 7] = float("nan")
-    with (damaged / "data_3.ckpt").open("wb") as handle:
-        save_tensors(data, handle)
+    damaged = copy_with_nan(peer, tmp_path / "damaged")
     assert eyas(root, "adopt", "--dir", str(damaged), "--engine", "sglang", "--name", "again").returncode == 0
     done = eyas(root, "train-from", "again", "--boundaries", "1,2,3")
     assert (done.returncode, "MAX_FAILED=1" in done.stderr) == (2, True), done.stderr
@@ -169,8 +160,7 @@ def test_what_was_imported_outlives_its_source_and_a_failed_import_leaves_nothin
 
     # Its source goes.
     assert eyas(root, "retire", "old").returncode == 0
-    ok(root, "git", "add", "-A")
-    ok(root, "git", "commit", "-qm", "retire")
+    commit(root, "retire")
     plan = json.loads(eyas(root, "gc-plan", "--json").stdout)
     assert eyas(root, "gc", "--confirm", plan["plan_id"]).returncode == 0
     assert not (root / "adopted/old").exists()
@@ -189,6 +179,21 @@ def test_what_was_imported_outlives_its_source_and_a_failed_import_leaves_nothin
     assert (done.returncode, "imports/old is not whole" in done.stderr) == (2, True), done.stderr
     assert (root / "imports/old/tokens/index.json").is_file()
     assert (root / "imports/old/import.json").is_file()
+
+
+def commit(root: Path, message: str) -> None:
+    ok(root, "git", "add", "-A")
+    ok(root, "git", "commit", "-qm", message)
+
+
+def copy_with_nan(peer: Path, folder: Path) -> Path:
+    data = torch.load(peer / "data_3.ckpt", weights_only=True)
+    shutil.copytree(peer, folder)
+    (folder / "data_3.ckpt").unlink()
+    data["aux_hidden_state"][0, 4, 7] = float("nan")
+    with (folder / "data_3.ckpt").open("wb") as handle:
+        save_tensors(data, handle)
+    return folder
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:

@@ -342,7 +342,7 @@ def test_trained_numbers_are_those_of_their_revision(unbroken):
     expected = json.loads(path.read_text())
     assert found == pytest.approx(expected, rel=1e-3), (
         "training gives other numbers than its revision stands for: undo that, or raise the default of "
-        f"train.revision (schema.py, params.yaml) and write {path.parent}/train_revision_<n>.json"
+        f"train.revision (config/training.py, params.yaml) and write {path.parent}/train_revision_<n>.json"
     )
 
 

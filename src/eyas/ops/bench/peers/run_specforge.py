@@ -1,69 +1,30 @@
 """Drives SpecForge 0.2.0 on a CPU: its draft model, unroll, teacher, strategy and optimizer, unchanged.
 
-Two things stand in for what a CPU lacks: an empty ``triton`` while its loss module is imported, and the plain loss of
-that same module in the place of the fused one. It trains the head too and averages a cross entropy over all
+What a CPU lacks is answered by ``specforge_cpu``. It trains the head too and averages a cross entropy over all
 positions, so its loss is of another kind.
 """
 
 from __future__ import annotations
 
-import importlib.machinery
 import os
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+import specforge_cpu  # noqa: F401 - before anything of the peer
+
+# isort: split
 import torch
-import torch._dynamo
-import torch._inductor.config
-import torch.nn.attention.flex_attention
 from protocol import Step, serve
 from safetensors.torch import load_file
-
-
-def _without_triton() -> Any:
-    """The peer's loss module, imported with an empty triton that is taken away again."""
-    stub, language = types.ModuleType("triton"), types.ModuleType("triton.language")
-    for module in (stub, language):
-        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
-    stub.jit = lambda function=None, **_: function if function is not None else (lambda inner: inner)
-    stub.language, stub.__path__, stub.__version__, language.constexpr = language, [], "0", int
-    sys.modules |= {"triton": stub, "triton.language": language}
-    try:
-        import specforge.core.loss as loss_module
-    finally:
-        del sys.modules["triton"], sys.modules["triton.language"]
-    return loss_module
-
-
-loss_module = _without_triton()
-
-
-class PlainLoss:
-    """The fused loss's call over the plain function of its module."""
-
-    @staticmethod
-    def apply(logits: torch.Tensor, target_p: torch.Tensor, position_mask: torch.Tensor) -> torch.Tensor:
-        """As the fused loss."""
-        return loss_module._compute_loss(logits, target_p, position_mask)
-
-
-loss_module.LogSoftmaxLoss = PlainLoss
-
-import specforge.algorithms.eagle3.model as eagle3_model
+from specforge.algorithms.eagle3.model import OnlineEagle3Model
 from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
 from specforge.modeling.target.target_head import TargetHead
 from specforge.optimizer import BF16Optimizer
 from specforge.runtime.contracts import TrainBatch
 from specforge.training.strategies.base import Eagle3TrainStrategy
 from transformers import LlamaConfig
-
-eagle3_model.LogSoftmaxLoss = PlainLoss
-if not torch.cuda.is_available():
-    torch.cuda.empty_cache = lambda: None
 
 
 class Head(torch.nn.Module):
@@ -109,9 +70,7 @@ def make(job: dict[str, Any]) -> Step:
     """See ``protocol.serve``."""
     dtype = getattr(torch, job["dtype"])
     draft = make_draft(job, dtype)
-    model = eagle3_model.OnlineEagle3Model(
-        draft_model=draft, length=job["ttt_steps"], attention_backend=job["attention"]
-    )
+    model = OnlineEagle3Model(draft_model=draft, length=job["ttt_steps"], attention_backend=job["attention"])
     strategy = Eagle3TrainStrategy(model, target_head=Head(load_file(job["ends"])["head"].to(dtype)))
     optimizer = BF16Optimizer(
         draft, lr=job["lr"], max_grad_norm=job["max_grad_norm"], total_steps=100_000, warmup_ratio=0.0
