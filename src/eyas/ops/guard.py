@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from eyas import console, fs
+from eyas import config, console, fs
 from eyas.contracts import CapturePlan
 from eyas.errors import EyasError, StoreError
 from eyas.ops import published as store
@@ -59,9 +59,12 @@ def run(root: Path, command: Sequence[str], *, force: bool) -> int:
         Exit code of what was run; 0 when nothing had to be.
 
     Raises:
+        ConfigError: A parameter is wrong: DVC would empty a stage's outputs before the stage itself could say so.
         StoreError: Finished states would be wiped, or are damaged.
         EyasError: An extraction runs; DVC failed.
     """
+    if command:
+        config.load(root / config.PARAMS_PATH)
     if command and (code := _dvc(root, "repro", "plan")):
         return code
     with _lock(root):

@@ -14,7 +14,7 @@ import pytest
 
 from eyas import fs
 from eyas.contracts import CaptureIdentity, CapturePlan, EngineFacts, PlannedShard, ShardEntry, ShardManifest
-from eyas.errors import StoreError
+from eyas.errors import ConfigError, StoreError
 from eyas.ops import guard
 from eyas.ops import published as store
 from eyas.plan.cache import cache_object
@@ -180,6 +180,18 @@ def test_a_short_shard_is_damage_and_not_a_reason_to_wipe(tmp_path):
     with pytest.raises(StoreError, match="4 bytes, expected 8") as caught:
         guard.look(tmp_path)
     assert "make repair" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("warm_start: ''", "warm_start: models/drafter"), ("  lr: 0.001", "  lr: -1")]
+)
+def test_a_wrong_parameter_is_told_before_dvc_empties_what_it_would_train_again(tmp_path, monkeypatch, old, new):
+    text = (Path(__file__).parents[3] / "params.yaml").read_text()
+    assert text.count(old) == 1
+    (tmp_path / "params.yaml").write_text(text.replace(old, new))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("dvc was called"))
+    with pytest.raises(ConfigError, match=r"train\.(warm_start|lr)"):
+        guard.run(tmp_path, ["dvc", "repro", "train"], force=False)
 
 
 def test_an_empty_repository_goes_on(tmp_path):
