@@ -52,11 +52,11 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary doctor verify repair \
-	budget generations retire keep gc-plan gc adopt train-from export-states import-states bench-store bench-gc bench-train bench-train-quality \
-	check test test-slow lock clean
+	budget generations retire keep gc-plan gc adopt train-from export-states import-states bench-store bench-gc \
+	bench-train bench-train-quality check test test-slow lock clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-14s %s\n",$$1,$$2}' Makefile
+	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-19s %s\n",$$1,$$2}' Makefile
 
 ##@ Start
 setup: $(READY) ## Make .venv from the hash-locked packages; again only when a lock changed
@@ -129,7 +129,7 @@ bench-gc: $(READY) ## A gc on this volume: promised and measured bytes, a plan o
 	eyas bench gc
 bench-train: $(READY) ## The trainer beside other trainers on this CPU: speed, memory, loss; reports/bench/train.json; ARGS='--peers none'
 	eyas bench train $(ARGS)
-bench-train-quality: $(READY) ## Tau of our drafter and of other trainers' from the same states; reports/bench/train_quality.json
+bench-train-quality: $(READY) ## Tau of our drafter and of other trainers' from the same states; hours on a CPU; reports/bench/train_quality.json
 	eyas bench train-quality $(JSON_FLAG) $(ARGS)
 
 ##@ Exchange

@@ -12,6 +12,7 @@ import pytest
 from eyas import contracts
 from eyas.stages.common import stage_run
 from eyas.tokens.dataset import Reject, TokenIndex
+from eyas.train.checkpoint import Best, MetricRow, RunState
 
 ROOT = Path(__file__).parents[2]
 RECORDS = {
@@ -28,6 +29,7 @@ RECORDS = {
     "models/drafter/": (contracts.CheckpointMeta, contracts.DrafterShape),
     "reports/acceptance.json": (contracts.AcceptanceReport, contracts.SetAcceptance, contracts.DecodeCheck),
     "models/export/": (contracts.ExportMeta,),
+    ".eyas/": (RunState, Best, MetricRow),
 }
 SHARD_RECORDS = (
     contracts.StoredSample,
@@ -81,6 +83,13 @@ def test_every_key_of_run_records_and_throughput_is_described(tmp_path: Path, mo
         written = json.loads((tmp_path / path).read_text())
         keys = set(written[part] if part else written)
         assert keys - keys_in(sections()[path.replace("plan", "<stage>")]) == set()
+
+
+def test_every_metric_of_training_is_described() -> None:
+    sources = "".join((ROOT / "src/eyas/train" / name).read_text() for name in ("metrics.py", "validation.py"))
+    named = {name.replace("{k}", "<k>") for name in re.findall(r'values(?: = {|\[)f?"([a-z_/{}]+)"', sources)}
+    assert len(named) == 9
+    assert named - set(re.findall(r"`([^`]+)`", sections()["reports/train/"])) == set()
 
 
 def test_every_environment_variable_is_on_the_map() -> None:
