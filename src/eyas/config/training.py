@@ -68,8 +68,6 @@ class TrainConfig:
     min_lr_share: float = 0.02
     """The cosine ends at this share of lr."""
     max_grad_norm: float = 0.5
-    ema_decay: float = 0.0
-    """Decay of an average of the weights, which is then what is validated and published; 0 has none."""
     train_head: bool = False
     """Train ``lm_head``; False keeps the rows it starts with (the target's, or a warm start's), which is faster;
     docs/performance.md has what either gives."""
@@ -125,7 +123,6 @@ class TrainConfig:
         for key in ("weight_decay", "warmup_steps", "max_damaged_samples"):
             require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), "0 or more")
         require(self.optimizer in ("adamw", "muon"), "train.optimizer", self.optimizer, "adamw or muon")
-        require(0 <= self.ema_decay < 1, "train.ema_decay", self.ema_decay, "a share below 1")
         share = self.validation_share
         require(0 <= share < 1, "train.validation_share", share, "a share below 1")
         require(self.keep in ("last", "best"), "train.keep", self.keep, "last or best")

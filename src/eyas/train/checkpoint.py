@@ -1,6 +1,6 @@
 """Checkpoints: the resumable state of a run, and the published drafter.
 
-    .eyas/train/<run key>/step-00000500.safetensors   float32 weights, moments, average: one entry per parameter
+    .eyas/train/<run key>/step-00000500.safetensors   float32 weights and moments: one entry per parameter
     .eyas/train/<run key>/best-00000400.safetensors   the weights of the best validation, with ``keep: best``
     .eyas/train/<run key>/state.json                  written last: step, cursor, history, SHA-256 of the files
     models/drafter/drafter.safetensors                float32 weights, d2t, t2d; no embedding

@@ -129,7 +129,6 @@ class Trainer:
         state = self.world.on_first(self._load)
         if state is None:
             self.weights.refresh()
-            self._optimizer.forget()
             return []
         for kind in ("weight", *self._optimizer.state_names):
             whole_P = torch.zeros_like(self.weights.master_P)
@@ -186,11 +185,9 @@ class Trainer:
         )
 
     def settle_on_published(self) -> None:
-        """Put the weights that are published into the drafter: the best, the average, or the last."""
+        """Put the weights that are published into the drafter: the best, or the last."""
         if self._best is not None:
             self._read(self._best.tensors.path, "weight", self.weights.master_P)
-        else:
-            self.weights.master_P.copy_(self._optimizer.published_P())
         self.weights.refresh()
 
     # ── running ───────────────────────────────────────────────────────────────────────────────
@@ -307,16 +304,15 @@ class Trainer:
             self._window.add([sums for sums, _ in ranks], ranks[0][1])
 
     def _validate(self, validator: Validator) -> None:
-        """Judge the weights that would be published; keep them when none were better."""
+        """Judge the weights; keep them when none were better."""
         self._optimizer.settle()
-        with self._optimizer.published():
-            values, damaged = validator(self.drafter, self.weights)
+        values, damaged = validator(self.drafter, self.weights)
         self._count_damage(damaged)
         self._log.log(self._step, values)
         self._terminal.validated(values)
         tau = values["validation/tau"]
         if self.config.keep == "best" and (self._best is None or tau > self._best.tau):
-            flat = {"weight": self._optimizer.published_P()}
+            flat = {"weight": self.weights.master_P}
             name, views = f"best-{self._step:08d}", self.weights.views
             tensors = self.world.on_first(lambda: self.run_folder.save_tensors(name, by_parameter(flat, views)))
             self._best = Best(step=self._step, tau=tau, tensors=tensors)

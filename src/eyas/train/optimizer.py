@@ -1,12 +1,12 @@
-"""AdamW over flat float32 tensors, with clipping and an average of the weights.
+"""AdamW over flat float32 tensors, with clipping.
 
 Masters, gradients and moments are one tensor each (``drafter.weights``), so a step is a handful of kernels whatever
 the number of parameters. Nothing here makes the host wait for a GPU: the gradient's norm stays on the device, a
 norm that is not finite lets the step change nothing, and ``settle`` tells of it one step later.
 
-Several processes sum their gradients first. With ``EYAS_TRAIN_SHARD=1`` each of them keeps the moments and the
-average of its part only and updates that part: gradients are reduced and scattered, the weights gathered. That is
-what ZeRO stage 2 and FSDP2 without resharding give; wrapping the layer in FSDP2 itself would gather it anew at
+Several processes sum their gradients first. With ``EYAS_TRAIN_SHARD=1`` each of them keeps the moments of its part
+only and updates that part: gradients are reduced and scattered, the weights gathered. That is what ZeRO stage 2
+and FSDP2 without resharding give; wrapping the layer in FSDP2 itself would gather it anew at
 every one of the S uses of a step.
 
 Letters: P values of all trained parameters, Y those of this rank's part.
@@ -14,10 +14,8 @@ Letters: P values of all trained parameters, Y those of this rank's part.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -123,23 +121,16 @@ class Optimizer:
         rank, num_parts = (world.rank, world.size) if self._sharded else (0, 1)
         self._parts = own_parts(len(weights.master_P), rank, num_parts)
         self._segments = segments_of(self._parts, weights.num_matrix_values, config.weight_decay)
-        names = ["exp_avg", "exp_avg_sq"] + (["ema"] if config.ema_decay else [])
         num_own = sum(part.stop - part.start for part in self._parts)
-        self._own = {name: weights.master_P.new_zeros(num_own) for name in names}
+        self._own = {name: weights.master_P.new_zeros(num_own) for name in ("exp_avg", "exp_avg_sq")}
         self._muon = Muon(weights) if config.optimizer == "muon" else None
         self._pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
-        self.forget()
-
-    def forget(self) -> None:
-        """The average is the weights as they are: before the first step."""
-        if "ema" in self._own:
-            self._own["ema"].copy_(self._cut(self._weights.master_P))
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
     def step(self, step: int, lr: float) -> None:
-        """Sum the gradients over ranks, clip, update, average.
+        """Sum the gradients over ranks, clip, update.
 
         Args:
             step: Optimizer step from 0.
@@ -172,8 +163,6 @@ class Optimizer:
                 grad_scale=grad_scale,
                 found_inf=found_inf,
             )
-        if "ema" in self._own:
-            self._own["ema"].lerp_(self._cut(weights.master_P), 1 - ema_decay_at(step, config.ema_decay))
         if self._sharded:
             self._join_(weights.master_P, weights.master_P)
         if self._sharded or self._muon is not None or not norm.is_cuda:
@@ -237,26 +226,7 @@ class Optimizer:
         self._join_(out_P, out_P)
         return out_P
 
-    # ── the average, and what a checkpoint holds ──────────────────────────────────────────────
-
-    def published_P(self) -> torch.Tensor:
-        """The weights that are validated and published; every rank must ask at the same time."""
-        return self._whole("ema") if "ema" in self._own else self._weights.master_P
-
-    @contextlib.contextmanager
-    def published(self) -> Iterator[None]:
-        """Run the drafter with the published weights inside the block."""
-        if "ema" not in self._own:
-            yield
-            return
-        weights, trained_P = self._weights, self._weights.master_P.clone()
-        weights.master_P.copy_(self.published_P())
-        weights.refresh()
-        try:
-            yield
-        finally:
-            weights.master_P.copy_(trained_P)
-            weights.refresh()
+    # ── what a checkpoint holds ───────────────────────────────────────────────────────────────
 
     def state(self) -> dict[str, torch.Tensor]:
         """Whole tensors [P] by name; every rank must ask at the same time, and the first has all of them after."""
@@ -289,11 +259,6 @@ def _on_its_way(value: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | N
     copied = torch.cuda.Event()
     copied.record()
     return host, copied
-
-
-def ema_decay_at(step: int, ema_decay: float) -> float:
-    """Decay after step ``step``: short at first, so that the first weights are soon forgotten."""
-    return min(ema_decay, (1 + step) / (10 + step))
 
 
 def _sharded(config: TrainConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Validation: conversations that are never trained on, judged with the weights that would be published.
+"""Validation: conversations that are never trained on, judged with the weights of the moment.
 
     validation documents → loss per TTT step (as in training)
                          → greedy drafts of every row → exact walk → tau; acceptance per step

@@ -14,7 +14,7 @@ from eyas.errors import ConfigError, StoreError
 from eyas.train.distributed import World, open_world
 from eyas.train.optimizer import own_parts, segments_of
 
-CHANGES = {"packs_per_step": 4, "batch_tokens": 40, "validation_share": 0.2, "validate_every": 6, "ema_decay": 0.5}
+CHANGES = {"packs_per_step": 4, "batch_tokens": 40, "validation_share": 0.2, "validate_every": 6}
 
 
 def losses(folder):

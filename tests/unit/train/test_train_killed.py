@@ -13,7 +13,7 @@ from eyas import fs
 NUM_KILLS = 50
 CHANGES = {
     "num_steps": 320, "checkpoint_every": 3, "log_every": 7, "packs_per_step": 2, "validation_share": 0.2,
-    "validate_every": 11, "keep": "best", "ema_decay": 0.9, "max_damaged_samples": 1,
+    "validate_every": 11, "keep": "best", "max_damaged_samples": 1,
 }  # fmt: skip
 
 

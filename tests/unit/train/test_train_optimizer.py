@@ -11,7 +11,7 @@ from eyas.drafter.weights import FlatWeights
 from eyas.errors import ConfigError, TrainError
 from eyas.train.distributed import World
 from eyas.train.muon import orthogonal
-from eyas.train.optimizer import Optimizer, ema_decay_at
+from eyas.train.optimizer import Optimizer
 
 ALONE = World(0, 1, torch.device("cpu"))
 SHAPE = DrafterShape(
@@ -59,7 +59,7 @@ def test_steps_are_those_of_torch(max_grad_norm, weight_decay):
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_names_its_step():
-    _, weights, optimizer = make(ema_decay=0.9)
+    _, weights, optimizer = make()
     gradient(weights, 0)
     optimizer.step(0, 1e-2)
     before = weights.master_P.clone(), {name: value.clone() for name, value in optimizer.state().items()}
@@ -86,23 +86,6 @@ def test_a_norm_left_on_the_device_skips_the_step_and_is_told_of_one_later(monke
     with pytest.raises(TrainError, match="gradient of step 0 are not finite"):
         optimizer.step(1, 1e-2)
     assert torch.equal(weights.master_P, before)
-
-
-def test_the_average_follows_its_formula_and_is_what_is_published():
-    _, weights, optimizer = make(ema_decay=0.8)
-    expected = weights.master_P.double().clone()
-    for step in range(30):
-        gradient(weights, step)
-        optimizer.step(step, 1e-2)
-        decay = min(0.8, (1 + step) / (10 + step))
-        assert ema_decay_at(step, 0.8) == decay
-        expected = decay * expected + (1 - decay) * weights.master_P.double()
-    assert torch.allclose(optimizer.published_P().double(), expected, atol=1e-6)
-    trained = weights.master_P.clone()
-    with optimizer.published():
-        assert torch.equal(weights.master_P, optimizer.published_P())
-        assert not torch.equal(weights.master_P, trained)
-    assert torch.equal(weights.master_P, trained)
 
 
 @pytest.mark.parametrize("shape", [(16, 40), (40, 16), (24, 24)])

@@ -77,7 +77,7 @@ def test_a_frozen_head_keeps_the_checkpoints_rows(made, place):
 
 def test_a_broken_run_goes_on_from_its_state_and_not_from_the_start(made, place, monkeypatch):
     """Case 69 with a warm start, whose folder lies elsewhere by then."""
-    changes = {"num_steps": 8, "checkpoint_every": 3, "ema_decay": 0.9, "anchors": 4}
+    changes = {"num_steps": 8, "checkpoint_every": 3, "anchors": 4}
     whole, broken = place / "whole", place / "broken"
     for folder in (whole, broken):
         world.make_inputs(folder)
