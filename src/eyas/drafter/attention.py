@@ -20,6 +20,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from eyas.drafter.pointwise import Rotation, add_and_rotate, add_and_rotate_backward
+from eyas.drafter.precision import wide_dtype
 from eyas.drafter.rows import Pack
 from eyas.drafter.spans import AttentionPlan
 from eyas.drafter.tiles import attend_backward as tiles_backward
@@ -40,7 +41,7 @@ class Keys:
         later = [n for n in pack.num_rows[1:] if n]
         self.shared_TCK = like.new_empty(0)  # C = 2 G: keys, then values
         self.own = like.new_empty(len(later), later[0] if later else 0, 2 * G, K)
-        self._grad_dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        self._grad_dtype = wide_dtype(like.dtype)
         self._grad_shared: torch.Tensor | None = None
         self._grad_own: torch.Tensor | None = None
 
@@ -76,8 +77,7 @@ class Embedded:
     def grad(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """The sum of "q" or "kv" so far."""
         if name not in self._grads:
-            dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-            self._grads[name] = torch.zeros_like(like, dtype=dtype)
+            self._grads[name] = torch.zeros_like(like, dtype=wide_dtype(like.dtype))
         return self._grads[name]
 
     def take(self, name: str, like: torch.Tensor) -> torch.Tensor:

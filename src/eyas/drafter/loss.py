@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from eyas.drafter.differentiable import add_weight_gradient
 from eyas.drafter.model import Drafter
 from eyas.drafter.objective import KL, Objective, entropy
-from eyas.drafter.precision import reduced_dtype
+from eyas.drafter.precision import reduced_dtype, wide_dtype, widened
 from eyas.drafter.rows import Pack
 from eyas.drafter.ttt import unroll
 from eyas.drafter.weights import FlatWeights, Weight, plain_weights
@@ -122,8 +122,9 @@ class _HeadLoss(torch.autograd.Function):
         grads = [torch.zeros_like(hidden_RE) for hidden_RE in hidden]
         head_sink_WE = None
         if head_WE.requires_grad:
-            wide = torch.float64 if head.value.dtype == torch.float64 else torch.float32
-            head_sink_WE = head.sink if head.sink is not None else torch.zeros_like(head.value, dtype=wide)
+            head_sink_WE = head.sink
+            if head_sink_WE is None:
+                head_sink_WE = torch.zeros_like(head.value, dtype=wide_dtype(head.value.dtype))
         for chunk in plan_chunks(pack, len(hidden), settings.chunk_size(len(hidden))):
             if chunk.num_pairs:
                 _chunk_gradients(chunk, settings, hidden, grads, head_sink_WE, values)
@@ -143,7 +144,10 @@ class _HeadLoss(torch.autograd.Function):
 class _Settings:
     pack: Pack
     head: Weight
+    logit_head_WE: torch.Tensor
+    """The head as logits are made with it."""
     teacher_WD: torch.Tensor
+    """Likewise."""
     scales_S: Sequence[float]
     """Weight of one row of a step in the loss."""
     workspace: Workspace
@@ -158,14 +162,12 @@ class _Settings:
         return max(1, CHUNK_LOGITS // per_teacher // self.pack.multiple) * self.pack.multiple
 
 
-def _logits(
-    workspace: Workspace, name: str, x_XE: torch.Tensor, weight_WE: torch.Tensor, wide: torch.dtype
-) -> torch.Tensor:
-    """``x W^T`` [X,W]: ``wide`` also for bfloat16 inputs, but on a CPU, where torch has no such product."""
-    X, W = len(x_XE), len(weight_WE)
-    if x_XE.dtype == wide or not x_XE.is_cuda:
-        return torch.mm(x_XE, weight_WE.t(), out=workspace.take(name, X, W, weight_WE, x_XE.dtype))
-    out_XW = workspace.take(name, X, W, weight_WE, wide)
+def _logits(workspace: Workspace, name: str, x_XE: torch.Tensor, weight_WE: torch.Tensor) -> torch.Tensor:
+    """``x W^T`` [X,W], float32 also for bfloat16 inputs."""
+    wide = wide_dtype(weight_WE.dtype)
+    out_XW = workspace.take(name, len(x_XE), len(weight_WE), weight_WE, wide)
+    if weight_WE.dtype == wide:
+        return torch.mm(widened(x_XE), weight_WE.t(), out=out_XW)
     return torch.mm(x_XE, weight_WE.t(), out_dtype=wide, out=out_XW)
 
 
@@ -180,7 +182,6 @@ def _chunk_gradients(
     """Logits of one chunk, their gradient, and what follows from it for hidden states and head."""
     pack, head_WE, workspace = settings.pack, settings.head.value, settings.workspace
     dtype, W, multiple = head_WE.dtype, len(head_WE), pack.multiple
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
     C, X = chunk.last - chunk.first, chunk.num_pairs
     filled_C, filled_X = (-(-count // multiple) * multiple for count in (C, X))
     last_CD = hidden[0].new_empty(filled_C, pack.last_TD.shape[1])
@@ -195,8 +196,8 @@ def _chunk_gradients(
             torch.index_select(hidden[k], 0, rows, out=hidden_XE[at : at + last - first])
         parts.append(Part(k, rows, pack.loss_teachers[k][first:last] - chunk.first, slice(at, at + last - first)))
         at += last - first
-    teacher_CW = _logits(workspace, "teacher", last_CD, settings.teacher_WD, wide)
-    logits_XW = _logits(workspace, "draft", hidden_XE, head_WE, wide)
+    teacher_CW = _logits(workspace, "teacher", last_CD, settings.teacher_WD)
+    logits_XW = _logits(workspace, "draft", hidden_XE, settings.logit_head_WE)
     found = [(values.losses[k][a:b], values.hits[k][a:b]) for k, (a, b) in enumerate(chunk.pairs)] if values else None
     product_dtype = reduced_dtype() or dtype
     grad_XW = logits_XW
@@ -258,7 +259,7 @@ def gradient_of_logits(
             teachers_Y = part.teachers[rows_Y]
             p_YW = _taught(p_CW, teachers_Y)
             at_Y = slice(part.at.start + rows_Y.start, part.at.start + rows_Y.stop)
-            logits_YW = logits_XW[at_Y].to(p_YW.dtype)
+            logits_YW = logits_XW[at_Y]
             if found is not None and best_C is not None and entropy_C is not None:
                 losses, hits = found[index]
                 losses[rows_Y] = objective.values(p_YW, entropy_C[teachers_Y], logits_YW)
@@ -267,12 +268,10 @@ def gradient_of_logits(
 
 
 def _distribution(teacher_CW: torch.Tensor, objective: Objective) -> torch.Tensor:
-    """The target's distribution, float32, in place where that is its dtype already."""
-    wide = torch.float64 if teacher_CW.dtype == torch.float64 else torch.float32
-    p_CW = teacher_CW if teacher_CW.dtype == wide else torch.empty_like(teacher_CW, dtype=wide)
+    """The target's distribution, in place of its logits."""
     for rows_Y in _slices(len(teacher_CW), teacher_CW):
-        torch.softmax(objective.restrict_(teacher_CW[rows_Y].to(wide)), -1, out=p_CW[rows_Y])
-    return p_CW
+        torch.softmax(objective.restrict_(teacher_CW[rows_Y]), -1, out=teacher_CW[rows_Y])
+    return teacher_CW
 
 
 def _taught(p_CW: torch.Tensor, teachers_Y: torch.Tensor) -> torch.Tensor:
@@ -337,11 +336,13 @@ def head_loss(
     """Loss of ``unroll``'s outputs with a given weight of one row of each step; see ``ttt_loss``."""
     values = None
     if measure:
-        wide = torch.float64 if head.value.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(head.value.dtype)
         empty = [torch.zeros(len(rows), dtype=wide, device=rows.device) for rows in pack.loss_rows[: len(hidden)]]
         values = Values(empty, [torch.zeros_like(part, dtype=torch.bool) for part in empty])
-    teacher_WD = teacher_WD.to(head.value.dtype)
-    settings = _Settings(pack, head, teacher_WD, scales_S, workspace or Workspace(), objective)
+    logit_head_WE, teacher_WD = head.value.detach(), teacher_WD.to(head.value.dtype)
+    if not head.value.is_cuda:  # torch has products of bfloat16 into float32 on CUDA alone
+        logit_head_WE, teacher_WD = widened(logit_head_WE), widened(teacher_WD)
+    settings = _Settings(pack, head, logit_head_WE, teacher_WD, scales_S, workspace or Workspace(), objective)
     total = _HeadLoss.apply(settings, values, head.value, *hidden)
     return total, _summed(values, pack) if values else None
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from eyas.drafter.precision import widened
+
 
 class Rotation(NamedTuple):
     """Cosines and signed sines [P,K] by position, and which position each row has."""
@@ -28,17 +30,13 @@ def _on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def rms_norm(x_RE: torch.Tensor, gain_E: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """``gain * x / rms(x)`` in x's dtype, and 1 / rms [R,1] for the way back."""
     if _on_gpu(x_RE):
         from eyas.drafter.kernels.norm import norm_forward
 
         return norm_forward(x_RE, gain_E, eps)
-    wide_RE = _wide(x_RE)
+    wide_RE = widened(x_RE)
     inverse_R1 = wide_RE.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (wide_RE * inverse_R1).mul_(gain_E).to(x_RE.dtype), inverse_R1
 
@@ -55,7 +53,7 @@ def rms_norm_backward(
         from eyas.drafter.kernels.norm import norm_backward
 
         return norm_backward(x_RE, inverse_R1, gain_E, grad_RE, residual_RE)
-    unit_RE, grad_RE = _wide(x_RE) * inverse_R1, _wide(grad_RE)
+    unit_RE, grad_RE = widened(x_RE) * inverse_R1, widened(grad_RE)
     grad_gain_E = torch.linalg.vecdot(grad_RE, unit_RE, dim=0)
     scaled_RE = grad_RE * gain_E
     mean_R1 = torch.linalg.vecdot(scaled_RE, unit_RE)[:, None].div_(x_RE.shape[1])

@@ -28,6 +28,16 @@ def product_dtype(device: torch.device, dtype: str) -> torch.dtype:
     return torch.bfloat16 if dtype == "bfloat16" and multiplies else torch.float32
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums, softmax and loss are taken in beside products of ``dtype``: float32, float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """A tensor in the wide dtype of its own; itself when it has it."""
+    return x.to(wide_dtype(x.dtype))
+
+
 def reduced_dtype() -> torch.dtype | None:
     """bf16 inside ``matmul_dtype("bfloat16")``, None elsewhere."""
     return _active

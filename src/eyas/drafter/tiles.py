@@ -21,16 +21,12 @@ import torch
 import torch.nn.functional as F
 
 from eyas.drafter import spans
-from eyas.drafter.precision import matmul_dtype
+from eyas.drafter.precision import matmul_dtype, widened
 from eyas.drafter.spans import AttentionPlan, Tile
 
 BITS = math.log2(math.e)
 LOWEST = -1e20
 """The maximum of nothing: a hidden score, -inf, less this is -inf again."""
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +39,7 @@ class _Layout:
     def tiled(self, x_RHK: torch.Tensor) -> torch.Tensor:
         """[R,H,K] as [N,G,Z,K], so that one product serves all heads of a group; what fills up is 0."""
         R, H, K = x_RHK.shape
-        sorted_RHK = F.pad(_wide(x_RHK)[self.plan.order_R], (0, 0, 0, 0, 0, -R % spans.TILE_ROWS))
+        sorted_RHK = F.pad(widened(x_RHK)[self.plan.order_R], (0, 0, 0, 0, 0, -R % spans.TILE_ROWS))
         x_NXGPK = sorted_RHK.view(-1, spans.TILE_ROWS, self.num_groups, H // self.num_groups, K)
         return x_NXGPK.transpose(1, 2).reshape(len(x_NXGPK), self.num_groups, -1, K)
 
@@ -60,7 +56,7 @@ class _Layout:
 def _key_tiles(shared_TCK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Step-0 keys and values, each [M,G,Y,K]."""
     T, C, K = shared_TCK.shape
-    filled_TCK = F.pad(_wide(shared_TCK), (0, 0, 0, 0, 0, -T % spans.TILE_KEYS))
+    filled_TCK = F.pad(widened(shared_TCK), (0, 0, 0, 0, 0, -T % spans.TILE_KEYS))
     keys_MCYK = filled_TCK.view(-1, spans.TILE_KEYS, C, K).transpose(1, 2).contiguous()
     return keys_MCYK[:, : C // 2], keys_MCYK[:, C // 2 :]
 
@@ -77,7 +73,7 @@ def _scores(q_GZK: torch.Tensor, keys_GKY: torch.Tensor, tile: Tile) -> torch.Te
 def _own_scores(q_RGPK: torch.Tensor, own_SRCK: torch.Tensor) -> list[torch.Tensor]:
     """Per later step, scores [R,G,P] of each row with its own key, in bits."""
     R, G = q_RGPK.shape[:2]
-    return [(q_RGPK * _wide(own_RCK[:R, :G, None])).sum(-1) for own_RCK in own_SRCK]
+    return [(q_RGPK * widened(own_RCK[:R, :G, None])).sum(-1) for own_RCK in own_SRCK]
 
 
 def attend_forward(
@@ -93,7 +89,7 @@ def attend_forward(
     """
     (R, H, K), G = q_RHK.shape, shared_TCK.shape[1] // 2
     layout = _Layout(plan, G)
-    scaled_RHK = _wide(q_RHK) * (K**-0.5 * BITS)
+    scaled_RHK = widened(q_RHK) * (K**-0.5 * BITS)
     with matmul_dtype("bfloat16" if q_RHK.dtype == torch.bfloat16 else "float32"):
         mixed_NGZK, peak_NGZ1, sum_NGZ1 = _mix(plan, layout.tiled(scaled_RHK), *_key_tiles(shared_TCK))
     mixed_RHK, peak_RH1, lse_RH1 = (layout.rows(x) for x in (mixed_NGZK, peak_NGZ1, peak_NGZ1 + sum_NGZ1.log2()))
@@ -103,7 +99,7 @@ def attend_forward(
     mixed_RHK *= (peak_RH1 - lse_RH1).exp2_()
     mixed_RGPK, lse_RGP = mixed_RHK.view(R, G, H // G, K), lse_RH1.view(R, G, H // G)
     for score_RGP, own_RCK in zip(own_scores, own_SRCK, strict=True):
-        mixed_RGPK.addcmul_((score_RGP - lse_RGP).exp2_()[..., None], _wide(own_RCK[:R, G:, None]))
+        mixed_RGPK.addcmul_((score_RGP - lse_RGP).exp2_()[..., None], widened(own_RCK[:R, G:, None]))
     return mixed_RHK.to(q_RHK.dtype), lse_RH1[..., 0]
 
 
@@ -149,8 +145,8 @@ def attend_backward(
     q_RHK, mixed_RHK, lse_RH = saved
     (R, H, K), G = q_RHK.shape, shared_TCK.shape[1] // 2
     layout = _Layout(plan, G)
-    scaled_RHK, grad_RHK = _wide(q_RHK) * (K**-0.5 * BITS), _wide(grad_RHK)
-    delta_RH = torch.linalg.vecdot(grad_RHK, _wide(mixed_RHK))
+    scaled_RHK, grad_RHK = widened(q_RHK) * (K**-0.5 * BITS), widened(grad_RHK)
+    delta_RH = torch.linalg.vecdot(grad_RHK, widened(mixed_RHK))
     tiled = [layout.tiled(x_RHK) for x_RHK in (scaled_RHK, grad_RHK, lse_RH[..., None], delta_RH[..., None])]
     with matmul_dtype("bfloat16" if q_RHK.dtype == torch.bfloat16 else "float32"):
         grad_q_NGZK, grad_shared_MCYK = _mix_backward(plan, tiled, *_key_tiles(shared_TCK))
@@ -161,9 +157,9 @@ def attend_backward(
     lse_RGP, delta_RGP = lse_RH.view(R, G, H // G), delta_RH.view(R, G, H // G)
     for score_RGP, own_RCK, grad_own_RCK in zip(_own_scores(q_RGPK, own_SRCK), own_SRCK, sums[1], strict=True):
         share_RGP = (score_RGP - lse_RGP).exp2_()
-        through_RGP = (grad_RGPK * _wide(own_RCK[:R, G:, None])).sum(-1)
+        through_RGP = (grad_RGPK * widened(own_RCK[:R, G:, None])).sum(-1)
         grad_score_RGP = share_RGP * (through_RGP - delta_RGP)
-        grad_q_RGPK.addcmul_(grad_score_RGP[..., None], _wide(own_RCK[:R, :G, None]))
+        grad_q_RGPK.addcmul_(grad_score_RGP[..., None], widened(own_RCK[:R, :G, None]))
         grad_own_RCK[:R, :G] += (grad_score_RGP[..., None] * q_RGPK).sum(2).div_(BITS)
         grad_own_RCK[:R, G:] += (share_RGP[..., None] * grad_RGPK).sum(2)
     return grad_q_RHK.mul_(K**-0.5).to(q_RHK.dtype)

@@ -20,6 +20,7 @@ from eyas.drafter.differentiable import norm_linear
 from eyas.drafter.layer import finish_layer, finish_step, fuse, project_embedding
 from eyas.drafter.model import Drafter
 from eyas.drafter.pointwise import Rotation
+from eyas.drafter.precision import wide_dtype
 from eyas.drafter.rows import Pack
 from eyas.drafter.weights import LayerWeights, plain_weights
 
@@ -69,8 +70,7 @@ def unroll(
     fused_TE = fuse(weights, shape, pack.aux_TAD)
     embedded = _embed(drafter, pack, weights)
     keys = Keys(pack, (G, K), fused_TE)
-    wide = torch.float64 if fused_TE.dtype == torch.float64 else torch.float32
-    table = drafter.rope.table(pack.num_positions, fused_TE.device, wide)
+    table = drafter.rope.table(pack.num_positions, fused_TE.device, wide_dtype(fused_TE.dtype))
     positions_R = pack.positions_T[pack.rows_R]
     # every token gives step-0 keys and values; only rows that run ask
     kv_TN, fused_TE = norm_linear(fused_TE, weights.hidden_norm, weights.kv_hidden, eps)

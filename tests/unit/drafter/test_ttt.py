@@ -293,19 +293,24 @@ def test_the_loss_reads_the_states_of_teachers_alone():
     assert not any(bool(gradient.isfinite().all()) for gradient in found)
 
 
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16], ids=["float32 tensors", "bfloat16 tensors"])
 @pytest.mark.parametrize("chosen", [Objective(), Objective("ce"), Objective("lk"), Objective(top_k=4)], ids=str)
-def test_loss_and_gradient_are_float32_when_products_are_bfloat16(chosen):
-    """Case 67: p and q closer than bf16 can tell. All inputs are bf16 numbers, so the products are exact."""
+def test_loss_and_gradient_are_float32_when_products_are_bfloat16(chosen, kept):
+    """Case 67: p and q closer than bf16 can tell. All inputs are bf16 numbers, so the products are exact.
+
+    Whether weights and activations are kept in float32 (CPUs without bf16) or as bf16 (all others).
+    """
     generator = torch.Generator().manual_seed(0)
     ids, mask, aux, last = make_documents([ENDS_OPEN])[0]
     last, W = last.bfloat16().float(), torch.randn(20, 16, generator=generator).bfloat16().float()
     pack = pack_documents([Document(ids, mask, aux, last)], 1)
     teacher_RE = last[pack.rows_R + 1]
     step = torch.randint(-1, 2, teacher_RE.shape, generator=generator) * 2.0**-8
-    nudged = (teacher_RE * (1 + step)).bfloat16().float().requires_grad_()
+    nudged = (teacher_RE * (1 + step)).bfloat16().to(kept).requires_grad_()
     with matmul_dtype("bfloat16"):
         scales = [1 / len(pack.rows_R)]
-        total, report = loss.head_loss([nudged], Weight(W), pack, W, scales, measure=True, objective=chosen)
+        head = Weight(W.to(kept))
+        total, report = loss.head_loss([nudged], head, pack, W.to(kept), scales, measure=True, objective=chosen)
         total.backward()
     exact = nudged.detach().double().requires_grad_()
     pairs = zip(teacher_RE.double() @ W.double().T, exact @ W.double().T, strict=True)
