@@ -1,0 +1,143 @@
+"""Time and memory of one training step with its pack on the device: ``python -m eyas.ops.bench.train_step``.
+
+Random states of one pack, the trainer's own step and optimizer; the answer is a JSON line for each share of trained
+rows and TTT steps. No reading, no packing, no checkpoints (``train_feed`` has the way from the store).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+
+from eyas.config.schema import TrainConfig
+from eyas.contracts import DrafterShape
+from eyas.drafter.loss import Workspace, ttt_loss
+from eyas.drafter.model import Drafter
+from eyas.drafter.precision import matmul_dtype, product_dtype
+from eyas.drafter.rows import Document, Pack, pack_documents
+from eyas.drafter.weights import FlatWeights
+from eyas.train.distributed import World
+from eyas.train.optimizer import Optimizer
+
+FILL_MULTIPLE, WARM_UP = 128, 3
+STREAM_SIZES, OUTLIERS, OUTLIER_SIZE, LAST_SIZE = (0.15, 0.6, 1.5), 8, 20.0, 2.0
+"""Like a residual stream: deeper streams are larger, a few channels stand out."""
+
+
+def make_documents(args: argparse.Namespace, share: float) -> list[Document]:
+    """Documents of about ``args.doc`` tokens that fill ``args.tokens``, the last ``share`` of each trained."""
+    generator, D = torch.Generator().manual_seed(1), args.hidden
+    channels_D = torch.ones(D)
+    channels_D[torch.randperm(D, generator=generator)[:OUTLIERS]] = OUTLIER_SIZE
+    documents, left = [], args.tokens
+    while left > 0:
+        T = min(left, args.doc + len(documents) * 37 % max(1, args.doc // 8))
+        aux_TAD = torch.randn(T, 3, D, generator=generator) * channels_D * torch.tensor(STREAM_SIZES)[:, None]
+        last_TD = torch.randn(T, D, generator=generator) * channels_D * LAST_SIZE
+        mask_T = (torch.arange(T) >= int((1 - share) * T)).to(torch.uint8)
+        ids_T = torch.randint(args.vocab, (T,), generator=generator)
+        documents.append(Document(ids_T, mask_T, aux_TAD.bfloat16(), last_TD.bfloat16()))
+        left -= T
+    return documents
+
+
+def make_drafter(args: argparse.Namespace) -> Drafter:
+    """Random weights; the draft vocab is the first ids."""
+    W, D = args.draft_vocab, args.hidden
+    shape = DrafterShape(
+        target_hidden_size=D, hidden_size=D, intermediate_size=args.inner, num_attention_heads=args.heads,
+        num_key_value_heads=args.kv_heads, head_dim=D // args.heads, num_aux=3, vocab_size=args.vocab,
+        draft_vocab_size=W, rms_norm_eps=1e-5, rope_theta=500_000.0, max_position_embeddings=131_072, fc_norm=False,
+        norm_output=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    drafter = Drafter(shape)
+    embedding_VE = torch.randn(args.vocab, D, dtype=torch.bfloat16) * 0.02
+    drafter.set_target(embedding_VE, torch.zeros(W, dtype=torch.int64), torch.arange(args.vocab) < W)
+    drafter.lm_head.weight.requires_grad_(False)
+    return drafter
+
+
+class Step:
+    """The trainer's step on one pack.
+
+    Args:
+        args: Sizes and device.
+        ttt_steps: S.
+        pack: In host memory.
+    """
+
+    def __init__(self, args: argparse.Namespace, ttt_steps: int, pack: Pack) -> None:
+        device = torch.device(args.device)
+        self.drafter = make_drafter(args)
+        config = TrainConfig(ttt_steps=ttt_steps, curriculum=[], weight_decay=0.01, max_grad_norm=1.0)
+        self.weights = FlatWeights(self.drafter, product_dtype(device, "bfloat16"), device)
+        self.optimizer = Optimizer(self.weights, config, World(0, 1, device))
+        self.pack = pack.with_embedding(self.drafter.embed_tokens.weight).to(args.device)  # type: ignore[arg-type]
+        self.workspace, self.number = Workspace(), 0
+
+    def __call__(self) -> float:
+        """Take it; the loss."""
+        self.weights.zero_grad()
+        # head and teacher are one tensor, as they are when a frozen head holds the target's rows
+        teacher_WD = self.weights.products().head.value
+        loss, measured = ttt_loss(
+            self.drafter, self.pack, teacher_WD, 1.0, weights=self.weights, workspace=self.workspace
+        )
+        loss.backward()
+        self.optimizer.step(self.number, 1e-4)
+        self.number += 1
+        assert measured is not None
+        return measured.total(1.0)
+
+
+def measure(args: argparse.Namespace, ttt_steps: int, share: float) -> dict[str, Any]:
+    """Median of ``args.steps`` steps that are each waited for, after three that are not counted."""
+    on_gpu = args.device == "cuda"
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    pack = pack_documents(make_documents(args, share), ttt_steps, FILL_MULTIPLE)
+    with matmul_dtype("bfloat16"):
+        step, times_ms, losses = Step(args, ttt_steps, pack), [], []
+        for number in range(WARM_UP + args.steps):
+            wait()
+            begin_s = time.perf_counter()
+            losses.append(step())
+            wait()
+            if number >= WARM_UP:
+                times_ms.append((time.perf_counter() - begin_s) * 1e3)
+    median_ms = sorted(times_ms)[len(times_ms) // 2]
+    return {
+        "ttt_steps": ttt_steps, "share": share, "tokens": args.tokens, "trained": pack.num_trained,
+        "step_ms": round(median_ms, 2), "lowest_ms": round(min(times_ms), 2), "highest_ms": round(max(times_ms), 2),
+        "tokens_s": round(args.tokens / median_ms * 1e3), "losses": [round(loss, 4) for loss in losses],
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu", "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    sizes = {"hidden": 4096, "inner": 14336, "heads": 32, "kv-heads": 8, "vocab": 128_256, "draft-vocab": 32_000}
+    for name, value in {**sizes, "tokens": 8192, "doc": 1500, "steps": 10}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--ttt", type=int, nargs="+", default=[7, 3])
+    parser.add_argument("--share", type=float, nargs="+", default=[0.75, 0.3])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    args = parser.parse_args()
+    for ttt_steps in args.ttt:
+        for share in args.share:
+            sys.stdout.write(json.dumps(measure(args, ttt_steps, share)) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
