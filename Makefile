@@ -25,6 +25,8 @@ ARGS ?=
 VENV := .venv
 READY := $(VENV)/.ready-$(TORCH)
 READY_DEV := $(VENV)/.ready-dev
+# Not in the venv: a CUDA build of torch has a Triton of its own there.
+TRITON := .eyas/triton
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check
 PIP_LOCKED := $(PIP) --require-hashes --no-deps --use-pep517 --no-build-isolation
 UV_COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
@@ -53,7 +55,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary doctor verify repair \
 	budget generations retire keep gc-plan gc adopt train-from export-states import-states bench-store bench-gc \
-	bench-train bench-train-quality check test test-slow lock clean
+	bench-train bench-train-quality check test test-slow test-kernels lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-19s %s\n",$$1,$$2}' Makefile
@@ -161,9 +163,12 @@ test: $(READY_DEV) ## Quick tests
 	pytest $(ARGS)
 test-slow: $(READY_DEV) ## The tests of ten seconds and more
 	pytest -m 'slow and not gpu and not server' $(ARGS)
+test-kernels: $(READY_DEV) $(TRITON) ## The GPU kernels against torch, in Triton's interpreter; 290 MB the first time
+	PYTHONPATH=$(TRITON) pytest tests/unit/drafter/test_kernels.py $(ARGS)
 lock: $(READY_DEV) ## Resolve requirements/*.in into locks again, keeping what still fits
 	$(UV_COMPILE) --override requirements/no-torch.txt requirements/cpu.in -o requirements/cpu.lock
 	$(UV_COMPILE) requirements/dev.in -o requirements/dev.lock
+	$(UV_COMPILE) requirements/kernels.in -o requirements/kernels.lock
 clean: ## Remove .venv and caches of tools; never data, models or reports
 	rm -rf $(VENV) build .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -186,3 +191,8 @@ $(READY): requirements/cpu.lock pyproject.toml
 $(READY_DEV): $(READY) requirements/dev.lock
 	@$(PIP_LOCKED) -r requirements/dev.lock
 	@touch '$@'
+
+$(TRITON): requirements/kernels.lock | $(READY_DEV)
+	@rm -rf '$@' '$@.part'
+	@$(PIP) --require-hashes --no-deps --target '$@.part' -r requirements/kernels.lock
+	@mv '$@.part' '$@' && touch '$@'

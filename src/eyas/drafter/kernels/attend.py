@@ -77,7 +77,7 @@ def _forward(
         maximum = higher
     mixed = mixed / total[:, None]
     tl.store(mixed_ptr + q_at, mixed.to(mixed_ptr.dtype.element_ty), mask=tile)
-    tl.store(lse_ptr + n.to(tl.int64) * H + group * P + head, maximum * 0.6931471805599453 + tl.log(total), mask=valid)
+    tl.store(lse_ptr + n.to(tl.int64) * H + group * P + head, maximum + tl.log2(total), mask=valid)
 
 
 @triton.jit(do_not_specialize=["step"])
@@ -113,7 +113,7 @@ def _backward_own(
         own_at = k * own_stride + (row * 2 * G + group)[:, None] * K + columns[None, :]
         key = tl.load(own_ptr + own_at, mask=own_tile, other=0.0).to(tl.float32)[:, None, :]
         value = tl.load(own_ptr + own_at + G * K, mask=own_tile, other=0.0).to(tl.float32)[:, None, :]
-        share = tl.exp(tl.sum(q * key, axis=2) * scale - lse)
+        share = tl.exp2(tl.sum(q * key, axis=2) * (scale * 1.4426950408889634) - lse)
         grad_score = share * (tl.sum(grad * value, axis=2) - delta) * scale
         grad_q += grad_score[:, :, None] * key
         grad_key = tl.sum(grad_score[:, :, None] * q, axis=1)
@@ -146,7 +146,7 @@ def _backward_rows(
     line_at = n.to(tl.int64) * H + group * P + head
     q = tl.load(q_ptr + line_at[:, None] * K + columns[None, :], mask=tile, other=0.0)
     grad = tl.load(grad_ptr + line_at[:, None] * K + columns[None, :], mask=tile, other=0.0)
-    lse = tl.load(lse_ptr + line_at, mask=valid, other=float("inf")) * 1.4426950408889634
+    lse = tl.load(lse_ptr + line_at, mask=valid, other=float("inf"))
     delta = tl.load(delta_ptr + line_at, mask=valid, other=0.0)
     grad_q = tl.zeros([BLOCK_R * BLOCK_P, BLOCK_K], tl.float32)
     y = tl.arange(0, BLOCK_Y)
@@ -201,7 +201,7 @@ def _backward_keys(
         tile = valid[:, None] & in_head[None, :]
         q = tl.load(q_ptr + line_at[:, None] * K + columns[None, :], mask=tile, other=0.0)
         grad = tl.load(grad_ptr + line_at[:, None] * K + columns[None, :], mask=tile, other=0.0)
-        lse = tl.load(lse_ptr + line_at, mask=valid, other=float("inf")) * 1.4426950408889634
+        lse = tl.load(lse_ptr + line_at, mask=valid, other=float("inf"))
         delta = tl.load(delta_ptr + line_at, mask=valid, other=0.0)
         seen = (key[:, None] >= begin[None, :]) & (key[:, None] <= place[None, :])
         scores = _dot(keys, tl.trans(q)) * (scale * 1.4426950408889634)
@@ -249,7 +249,7 @@ KEYS = Tile(32, 64, 4, 3)
 def attend_forward(
     q_RHK: torch.Tensor, shared_TCK: torch.Tensor, own_SRCK: torch.Tensor, step: int, plan: AttentionPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mixed values [R,H,K] of the rows of one step, and their log-sum-exp [R,H] in order of place.
+    """Mixed values [R,H,K] of the rows of one step, and their log-sum-exp in bits [R,H] in order of place.
 
     Args:
         q_RHK: Rotated queries.

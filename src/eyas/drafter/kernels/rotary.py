@@ -27,7 +27,7 @@ def _turn(
     partner = tl.where(columns < K // 2, columns + K // 2, columns - K // 2)
     at, at_partner = row * in_stride + heads * K + columns, row * in_stride + heads * K + partner
     other_at, other_partner = (place * X + heads) * K + columns, (place * X + heads) * K + partner
-    known = inside & (place >= 0)
+    known = (heads < tl.where(place >= 0, X, 0)) & (columns < K)
     x = tl.load(in_ptr + at, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(in_ptr + at_partner, mask=inside, other=0.0).to(tl.float32)
     if not BACKWARD:
