@@ -32,8 +32,8 @@ from eyas.drafter.rows import Pack
 from eyas.drafter.ttt import unroll
 from eyas.drafter.weights import FlatWeights, Weight, plain_weights
 
-CHUNK_LOGITS, GPU_CHUNK_LOGITS = 1 << 24, 1 << 26
-"""Logits of one chunk, teacher and all steps together: 64 MiB and 256 MiB in float32."""
+CHUNK_LOGITS, GPU_CHUNK_LOGITS = 1 << 23, 1 << 26
+"""Logits of one chunk, teacher and all steps together: 32 MiB and 256 MiB in float32."""
 SLICE_LOGITS = 1 << 18
 """Logits that a CPU takes through softmax, loss and gradient at a time: 1 MiB."""
 GPU_CHUNK_MULTIPLE = 256
