@@ -8,8 +8,10 @@ from typing import cast
 from eyas.config import ExtractConfig, TargetConfig, resolve_boundaries
 from eyas.contracts import CaptureIdentity, LastRows, TargetIdentity
 from eyas.errors import PlanError
+from eyas.plan.interpreter import sglang_versions
 
-ENGINE_PACKAGES = {"hf": ("transformers", "torch"), "fake": ()}
+SGLANG = "sglang"
+ENGINE_PACKAGES = {"hf": ("transformers", "torch"), "fake": (), SGLANG: ("sglang", "sglang-kernel", "torch")}
 """Packages whose version is an engine's; looked up without importing them. ``fake`` is ours alone."""
 OWN_VERSION = "1"
 
@@ -62,6 +64,9 @@ def engine_version(engine: str) -> str:
     if engine not in ENGINE_PACKAGES:
         raise PlanError(f"extract.engine: {engine!r}, expected one of {', '.join(ENGINE_PACKAGES)}")
     versions = []
+    if engine == SGLANG:  # in an interpreter of its own; a CPU needs no kernel package
+        found = sglang_versions(ENGINE_PACKAGES[engine])
+        return ", ".join(f"{package} {found[package]}" for package in ENGINE_PACKAGES[engine] if package in found)
     for package in ENGINE_PACKAGES[engine]:
         try:
             # The build tag (2.13.0+cpu) is left out: a plan made on one machine is captured on another.
