@@ -6,6 +6,7 @@ import atexit
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,7 +41,12 @@ class Listener:
 
     def _accept(self) -> None:
         while True:
-            connection, _ = self._socket.accept()
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as error:  # too many open files: serving goes on, and a later collector may succeed
+                _LOG.warning("eyas: no connection accepted: %s", error)
+                time.sleep(1)
+                continue
             threading.Thread(target=self._serve, args=(connection,), name="eyas-collector", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -68,8 +74,6 @@ class _Session:
         if request is None:
             return
         try:
-            if not isinstance(request, wire.Attach):
-                raise Refusal(f"{type(request).__name__} before Attach")
             attachment = tap.attach(request, self._send)
         except Refusal as refusal:
             self._send(wire.Refused(reason=str(refusal)))

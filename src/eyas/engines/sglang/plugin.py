@@ -20,8 +20,12 @@ from eyas.engines.sglang.listener import Listener
 from eyas.engines.sglang.tap import Prefill, Tap
 
 _LOG = logging.getLogger(__name__)
-_tap: Tap | None = None
-"""Of this process; None but in the scheduler of rank 0."""
+
+
+class _Process:
+    """This process' tap; None but in the scheduler of rank 0."""
+
+    tap: Tap | None = None
 
 
 def register() -> None:
@@ -53,7 +57,6 @@ def _prepare(runner: Any) -> None:
         ValueError: The variable is not as expected, or the model keeps something else.
         CaptureError: A version that eyas does not know.
     """
-    global _tap
     version = _sglang_version()
     versions.check_supported(version)
     text = os.environ.get(wire.LAYERS_VARIABLE, "")
@@ -68,13 +71,13 @@ def _prepare(runner: Any) -> None:
         raise ValueError(f"layers {layers} were asked for, and the model keeps boundaries {kept}")
     if versions.tp_rank(version, runner) == 0:
         layout = wire.Layout(len(kept), runner.model_config.hidden_size, _dtype(runner))
-        _tap = Tap(layout, _device(runner))
+        _Process.tap = Tap(layout, _device(runner))
 
 
 def _listen(runner: Any, fault: str) -> None:
     try:
         if versions.tp_rank(_sglang_version(), runner) == 0:
-            Listener(os.environ[wire.SOCKET_VARIABLE], lambda: hello(runner), _tap, fault)
+            Listener(os.environ[wire.SOCKET_VARIABLE], lambda: hello(runner), _Process.tap, fault)
     except Exception:  # noqa: BLE001 - as above; without a socket the supervisor gives up and shows the log
         _LOG.exception("eyas: no capture: the socket %s cannot be opened", os.environ[wire.SOCKET_VARIABLE])
 
@@ -90,14 +93,15 @@ def _before_logits(
     **_named: object,
 ) -> None:
     """Takes the arguments as both versions name them; leaves them as they are."""
-    if _tap is None:
+    tap = _Process.tap
+    if tap is None:
         return
     try:
         batch = logits_metadata
         rids = getattr(batch, "rids", None)
         if not rids or not batch.forward_mode.is_extend() or batch.extend_seq_lens_cpu is None:
             return  # a dummy run, the capture of a graph, or one decode step
-        _tap.capture(
+        tap.capture(
             Prefill(
                 rids,
                 [int(rows) for rows in batch.extend_seq_lens_cpu],

@@ -84,9 +84,8 @@ class Arena:
         self.pinned = device.type == "cuda"
         if self.pinned:
             with torch.cuda.device(device):
-                _cuda_check(
-                    torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), num_bytes, _HOST_REGISTER_PORTABLE)
-                )
+                cudart: Any = torch.cuda.cudart()
+                _cuda_check(cudart.cudaHostRegister(self.tensor.data_ptr(), num_bytes, _HOST_REGISTER_PORTABLE))
 
     def view(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         """Bytes of the arena as a flat tensor."""
@@ -103,7 +102,8 @@ class Arena:
         """Unpin and unmap; no copy may be outstanding."""
         if self.pinned:
             with torch.cuda.device(self._device):
-                _cuda_check(torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr()))
+                cudart: Any = torch.cuda.cudart()
+                _cuda_check(cudart.cudaHostUnregister(self.tensor.data_ptr()))
         # The mapping ends with its last reference.
         del self.tensor, self.bytes, self._map
 
@@ -179,14 +179,18 @@ class Tap:
         # Held while a batch is copied and while an attachment begins or ends, never across a wait.
         self._lock = threading.Lock()
 
-    def attach(self, request: wire.Attach, send: Send) -> Attachment:
+    def attach(self, request: wire.Message, send: Send) -> Attachment:
         """Map a collector's arena.
 
         Raises:
-            Refusal: Another collector is attached, or the arena is unusable.
+            Refusal: Another collector is attached, the arena is unusable, or this is no request to attach.
         """
+        if not isinstance(request, wire.Attach):
+            raise Refusal(f"{type(request).__name__} before Attach")
         if request.protocol != wire.PROTOCOL:
-            raise Refusal(f"the collector speaks protocol {request.protocol}, expected {wire.PROTOCOL}: two versions of eyas")
+            raise Refusal(
+                f"the collector speaks protocol {request.protocol}, expected {wire.PROTOCOL}: two versions of eyas"
+            )
         with self._lock:
             taken = self._attachment is not None
         if taken:
@@ -240,7 +244,9 @@ class Tap:
         num_rows = end - begin
         problem = ""
         if slot.offset % wire.ALIGN or slot.offset + self.layout.slot_bytes(slot.num_tokens) > arena_bytes:
-            problem = f"slot at {slot.offset} of {slot.num_tokens} tokens is not inside the arena of {arena_bytes} bytes"
+            problem = (
+                f"slot at {slot.offset} of {slot.num_tokens} tokens is not inside the arena of {arena_bytes} bytes"
+            )
         elif num_rows < 1 or prefix < 0 or prefix + num_rows > slot.num_tokens:
             problem = f"rows {prefix} to {prefix + num_rows} of a sample of {slot.num_tokens} tokens"
         piece = wire.Piece(rid=rid, prefix=prefix, rows=num_rows, problem=problem)
@@ -270,7 +276,14 @@ class Tap:
             return None
         # Aux states belong to nobody else once the tap has them. The last state and the ids may lie in buffers that the
         # next batch overwrites: they are copied in the order of the computation.
-        own = Prefill(batch.rids, batch.num_rows, batch.prefixes, batch.ids_N.to(torch.int32, copy=True), batch.aux, batch.last_ND.clone())
+        own = Prefill(
+            batch.rids,
+            batch.num_rows,
+            batch.prefixes,
+            batch.ids_N.to(torch.int32, copy=True),
+            batch.aux,
+            batch.last_ND.clone(),
+        )
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         copied = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._stream):

@@ -58,6 +58,7 @@ class StandIn(ModuleType):
         return made
 
     def __call__(self, *given: object, **named: object) -> object:
+        """Decorate, or raise for the kernels."""
         if self.__name__.partition(".")[0] == KERNELS:
             raise NotImplementedError(f"{self.__name__} was called, and this CPU server has no kernels")
         if len(given) == 1 and callable(given[0]) and not named:

@@ -102,10 +102,12 @@ def wait_ready(running: Server) -> None:
     while time.monotonic() < until:
         if running.process.poll() is not None:
             break
-        with contextlib.suppress(OSError, urllib.error.URLError):
-            with urllib.request.urlopen(running.url + "/health", timeout=20) as answer:
-                if answer.status == 200:
-                    return
+        with (
+            contextlib.suppress(OSError, urllib.error.URLError),
+            urllib.request.urlopen(running.url + "/health", timeout=20) as answer,
+        ):
+            if answer.status == 200:
+                return
         time.sleep(0.3)
     raise AssertionError(f"the server did not start:\n{running.log.read_text()[-4000:]}")
 
@@ -153,9 +155,7 @@ class Collector:
         assert isinstance(hello, wire.Hello), hello
         self.hello = hello
         self.layout = wire.Layout(len(hello.boundaries), hello.hidden_size, hello.dtype)
-        self.send(
-            wire.Attach(protocol=wire.PROTOCOL, arena=str(arena_path), arena_bytes=arena_bytes, nonce=nonce)
-        )
+        self.send(wire.Attach(protocol=wire.PROTOCOL, arena=str(arena_path), arena_bytes=arena_bytes, nonce=nonce))
         self.attached = wire.from_line(self.lines.readline())
         if isinstance(self.attached, wire.Attached):
             threading.Thread(target=self._read, daemon=True).start()
@@ -217,7 +217,9 @@ class Collector:
                     self._changed.notify_all()
 
 
-def capture_all(running: Server, collector: Collector, prompts: Sequence[Sequence[int]], at_once: int = 16) -> list[wire.Slot]:
+def capture_all(
+    running: Server, collector: Collector, prompts: Sequence[Sequence[int]], at_once: int = 16
+) -> list[wire.Slot]:
     """One request for each prompt; returns when each row lies in the arena."""
     slots = [collector.slot(len(ids)) for ids in prompts]
     with ThreadPoolExecutor(at_once) as pool:
