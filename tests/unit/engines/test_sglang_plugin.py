@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import socket
 import sys
@@ -13,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_harness import Collector
 
 from eyas.engines.sglang import plugin, versions, wire
 from eyas.errors import CaptureError
+from sglang_harness import Collector
 
 D = 8
 
@@ -222,7 +223,7 @@ def test_a_capture_server_is_started_without_what_takes_rows_away() -> None:
         found = versions.server_arguments(version, options)
         assert {"--disable-radix-cache", "--skip-tokenizer-init"} <= set(found)
         assert "--allow-auto-truncate" not in found
-        pairs = dict(zip(found, found[1:], strict=False))
+        pairs = dict(itertools.pairwise(found))
         assert pairs["--cuda-graph-backend-prefill"] == pairs["--cuda-graph-backend-decode"] == "disabled"
         assert (pairs["--attention-backend"], pairs["--chunked-prefill-size"], pairs["--tp-size"]) == (
             "torch_native",

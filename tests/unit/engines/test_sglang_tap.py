@@ -7,16 +7,16 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from sglang_harness import Collector
 
 from eyas.engines.sglang import wire
 from eyas.engines.sglang.listener import Listener
 from eyas.engines.sglang.tap import Prefill, Tap
+from sglang_harness import Collector
 
 A, D, VOCAB = 3, 8, 100
 LAYOUT = wire.Layout(A, D, "float32")
