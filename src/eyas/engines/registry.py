@@ -10,7 +10,7 @@ from eyas.contracts import TargetIdentity
 from eyas.engines.base import Engine
 from eyas.errors import ConfigError
 
-NAMES = ("hf", "fake")
+NAMES = ("hf", "sglang", "fake")
 
 
 def make_engine(
@@ -28,7 +28,7 @@ def make_engine(
     """An engine that is not yet open.
 
     Args:
-        name: ``hf`` or ``fake``.
+        name: ``hf``, ``sglang`` or ``fake``.
         target: Identity of the target; states its shape and end-of-turn tokens.
         folder: The target's files; None is enough for ``fake``.
         boundaries: Aux boundaries to capture, in stored order; may be empty for generation.
@@ -58,6 +58,20 @@ def make_engine(
             boundaries,
             dtype=dtype,
             batch_size=batch_size,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            **options,
+        )
+    if name == "sglang":
+        from eyas.engines.sglang.engine import OPTIONS, SglangEngine
+
+        _refuse_unknown(name, options, OPTIONS)
+        assert folder is not None
+        return SglangEngine(
+            target,
+            folder,
+            boundaries,
+            dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
             **options,

@@ -120,14 +120,14 @@ class Link:
         self._path, self._heard = path, heard
         self._socket: socket.socket | None = None
 
-    def connect(self, timeout_s: float) -> wire.Hello | None:
-        """Connect and read who is there; None while nobody listens.
+    def connect(self) -> wire.Hello | None:
+        """Connect and read who is there; None when nobody listens.
 
         Raises:
             ServerError: It is no plugin of ours, or of another version.
         """
         found = socket.socket(socket.AF_UNIX)
-        found.settimeout(timeout_s)
+        found.settimeout(ATTACH_S)
         try:
             found.connect(str(self._path))
         except OSError:

@@ -172,8 +172,8 @@ class Session:
         self._stack.callback(self.link.close)
         self.pulse = Pulse(self.link)
         self._wait_until_ready(url)
-        if self.hello is not None:
-            self._attach(self.hello, total_bytes)
+        if self.wanted.boundaries:
+            self._attach(url, socket_path, total_bytes)
 
     def _start(self) -> tuple[str, str, Path]:
         wanted, python = self.wanted, sglang_python()
@@ -190,31 +190,32 @@ class Session:
     def _wait_until_ready(self, url: str) -> None:
         limit_s = config.knob("EYAS_SGLANG_START_S", 1800) if self.server is not None else 10.0
         start_s = time.monotonic()
-        while True:
+        while not self.client.is_healthy():
             if self.server is not None and self.server.exit:
                 raise self.server.fault(f"the server did not start: {self.server.exit}")
-            if self.wanted.boundaries and self.hello is None:
-                self.hello = self.link.connect(limit_s)
-            elif self.client.is_healthy():
-                break
             if time.monotonic() - start_s > limit_s:
                 raise self._never_ready(url, limit_s)
             time.sleep(LOOK_S)
-        console.log(f"sglang: ready after {console.human_seconds(time.monotonic() - start_s)}")
+        if self.server is not None:
+            console.log(f"sglang: ready after {console.human_seconds(time.monotonic() - start_s)}")
 
     def _never_ready(self, url: str, limit_s: float) -> ServerError:
         if self.server is not None:
             hint = "EYAS_SGLANG_START_S=3600 waits longer"
             return self.server.fault(f"the server was not ready after {limit_s:.0f} s", hint)
-        if self.wanted.boundaries and self.hello is None:
-            return ServerError(
-                f"{url}: nobody listens at {os.environ[wire.SOCKET_VARIABLE]}: that server runs without eyas' plugin",
-                "start it by what `eyas sglang-command` prints, or unset EYAS_SGLANG_URL: eyas starts one itself",
-            )
         return ServerError(f"{url}/health does not answer", "is the server up, and does the URL name it?")
 
-    def _attach(self, hello: wire.Hello, total_bytes: int) -> None:
+    def _attach(self, url: str, socket_path: Path, total_bytes: int) -> None:
         wanted, context = self.wanted, self.wanted.target.max_position_embeddings
+        longest_bytes = wanted.layout.slot_bytes(self.longest or context)
+        self.arena = Arena(arena_bytes(longest_bytes, total_bytes, free_shm_bytes()))
+        self._stack.callback(self.arena.close)
+        self.hello = self.link.connect()
+        if self.hello is None:
+            raise ServerError(
+                f"{url}: nobody listens at {socket_path}: that server runs without eyas' plugin",
+                "start it by what `eyas sglang-command` prints, or unset EYAS_SGLANG_URL: eyas starts one itself",
+            )
         expected = preflight.Expected(
             target=wanted.target,
             boundaries=wanted.boundaries,
@@ -222,12 +223,9 @@ class Session:
             version=wanted.version,
             options=wanted.options,
         )
-        preflight.check_hello(hello, expected)
-        preflight.check_longest(self.longest, hello.server_args, context)
-        self.longest_prompt = preflight.longest_prompt(hello.server_args, context)
-        longest_bytes = wanted.layout.slot_bytes(self.longest or self.longest_prompt)
-        self.arena = Arena(arena_bytes(longest_bytes, total_bytes, free_shm_bytes()))
-        self._stack.callback(self.arena.close)
+        preflight.check_hello(self.hello, expected)
+        preflight.check_longest(self.longest, self.hello.server_args, context)
+        self.longest_prompt = preflight.longest_prompt(self.hello.server_args, context)
         self.link.attach(self.arena, self.nonce)
 
     def _put(self, event: Event) -> None:
