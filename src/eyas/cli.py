@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         help="TARGET, DATA, MACHINE or DRAFTER, and a file below conf/GROUP; a group left out takes its default",
     )
     _add(commands, "doctor", _doctor, "what this machine has, lacks and what to do about it")
+    _add(commands, "sglang-command", _sglang_command, "how to start an SGLang server that an extraction can attach to")
     _add(commands, "budget", _budget, "whether the planned capture fits this volume, and what would make it fit")
     guard = _add(commands, "guard", _guard, "look at the hidden states before a command of DVC's could wipe them")
     guard.add_argument("--force", action="store_true", help="go on although finished states would be deleted")
@@ -179,6 +180,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
             if finding.hint:
                 console.emit(f"\nhint: {finding.name}: {finding.hint}")
     return 1 if any(finding.state == "problem" for finding in findings) else 0
+
+
+def _sglang_command(arguments: argparse.Namespace) -> int:
+    from eyas.ops.sglang_command import sglang_command
+
+    text = sglang_command(Path())
+    console.emit(canonical_json({"command": text}) if arguments.json else text)
+    return 0
 
 
 def _budget(arguments: argparse.Namespace) -> int:
