@@ -27,7 +27,10 @@ def run(code: str) -> str:
         ("from sgl_kernel.gemm import scaled as s; print(s.__name__)", "sgl_kernel.gemm.scaled"),
         ("import sgl_kernel; print(sgl_kernel.__version__)", "0.4.10"),
         ("import importlib.util as u; print(u.find_spec('sgl_kernel'))", "None"),  # who asks hears no
-        ("from sgl_kernel import Thing\nclass Ours(Thing): pass\nprint(Ours(1, a=2).__class__.__mro__[1].__name__)", "Thing"),
+        (
+            "from sgl_kernel import Thing\nclass Ours(Thing): pass\nprint(Ours(1, a=2).__class__.__mro__[1].__name__)",
+            "Thing",
+        ),
         ("import soundfile\n@soundfile.jit\ndef f(): return 3\nprint(f())", "3"),
         ("import soundfile\n@soundfile.jit(fast=True)\ndef f(): return 3\nprint(f())", "3"),
         ("import yaml, xxhash; print(yaml.__file__ is not None)", "True"),  # what is installed stays what it is
