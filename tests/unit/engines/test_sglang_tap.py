@@ -182,7 +182,7 @@ def test_a_batch_of_another_shape_is_a_problem_and_no_byte(scheduler: Scheduler,
         (wire.Slot("0" * 16, ARENA_BYTES, 9, 0), 0),
         (wire.Slot("0" * 16, ARENA_BYTES - wire.ALIGN, 4000, 0), 0),
         (wire.Slot("0" * 16, 0xFFFFFFFFFFFFFFF, 9, 0), 0),
-        (wire.Slot("0" * 16, 1, 9, 0), 0),
+        (wire.Slot("0" * 16, 64, 9, 0), 0),
     ],
 )
 def test_nothing_is_written_outside_of_a_slot(scheduler: Scheduler, slot: wire.Slot, prefix: int) -> None:
