@@ -34,7 +34,7 @@ OPTIONS = {"chunked_prefill_size": 16, "max_running_requests": 1}
 def surroundings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EYAS_SGLANG_PYTHON", sys.executable)
-    monkeypatch.setenv("PYTHONPATH", f"{DOUBLE}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("PYTHONPATH", f"{DOUBLE}:{DOUBLE.parents[1] / 'src'}")
     monkeypatch.setenv("EYAS_DOUBLE_FAULTS", str(tmp_path / "faults.json"))
     monkeypatch.setattr(session, "BACKOFF_S", (0.05, 0.05, 0.05))
     monkeypatch.setattr(session.preflight, "LEAST_SHM_BYTES", 0)
@@ -210,8 +210,8 @@ def test_one_poisoned_sample_is_listed_and_the_others_are_captured(engine, monke
     [
         ((5, 1000), "sample bad: token ids 5 to 1000, expected 0 to 999"),
         ((-1, 5), "sample bad: token ids -1 to 5, expected 0 to 999"),
-        ((5,) * 123, "sample bad: 123 tokens, expected 1 to 122"),
-        ((), "sample bad: 0 tokens, expected 1 to 122"),
+        ((5,) * 123, "sample bad: 123 tokens, expected 1 to 122 (what the server takes)"),
+        ((), "sample bad: 0 tokens, expected 1 to 122 (what the server takes)"),
     ],
 )
 def test_what_would_end_the_server_is_never_sent(engine, ids, message):

@@ -37,6 +37,7 @@ CPU_POOL_TOKENS = 16384
 BACKOFF_S = (1.0, 5.0, 15.0)
 """Before each restart without a finished request between; then the run ends."""
 LOOK_S = 0.2
+END_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +269,7 @@ class Keeper:
         self._watchdog_s = config.knob("EYAS_WATCHDOG_S", 300)
         self._in_a_row = 0
         self._session: Session | None = None
-        self._progress_s = 0.0
+        self._progress_s = self._waited_s = 0.0
 
     @property
     def session(self) -> Session:
@@ -312,6 +313,15 @@ class Keeper:
                     self._progress_s = max(self._progress_s, at_s)
                 found.append(event)
         return found
+
+    def ends_now(self) -> bool:
+        """Whether a connection that broke is a server's end: its process may take a moment to be gone."""
+        if time.monotonic() - self._waited_s > END_S:
+            deadline_s = time.monotonic() + END_S
+            while not self.session.end and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+            self._waited_s = time.monotonic()
+        return bool(self.session.end)
 
     def fault(self, *, is_busy: bool) -> str:
         """Why the session must be given up; empty while it need not be."""
