@@ -10,7 +10,16 @@ from eyas.errors import ConfigError
 
 ENGINES = ("hf", "sglang", "fake")
 HF_ATTENTION = ("sdpa", "eager")
-SGLANG_ATTENTION = ("fa3", "flashinfer", "triton", "flashmla", "trtllm_mla", "trtllm_mha", "cutlass_mla", "torch_native")
+SGLANG_ATTENTION = (
+    "fa3",
+    "flashinfer",
+    "triton",
+    "flashmla",
+    "trtllm_mla",
+    "trtllm_mha",
+    "cutlass_mla",
+    "torch_native",
+)
 LEAST = {"chunked_prefill_size": -1, "max_prefill_tokens": 1, "max_running_requests": 1, "tp_size": 1}
 """Whole numbers of sglang; a chunk of -1 means whole prompts."""
 

@@ -122,7 +122,9 @@ def test_samples_that_nobody_announced_and_samples_asked_twice(engine):
     check_equal(capture(engine, samples)[0], samples)
 
 
-@pytest.mark.parametrize("fault", ["missing piece", "repeated piece", "wrong ids", "wrong checksum", "cached", "aborted"])
+@pytest.mark.parametrize(
+    "fault", ["missing piece", "repeated piece", "wrong ids", "wrong checksum", "cached", "aborted"]
+)
 def test_a_fault_of_one_sample_is_tried_again_alone(engine, fail, fault):
     """Cases 43 and 44, and the abort that says 200: seen, never stored, made good."""
     fail(**{fault: 7})
@@ -190,8 +192,7 @@ def test_a_server_that_dies_of_every_request_ends_the_run_with_its_log(engine, f
     fail(killed=-1)
     engine.open()
     with pytest.raises(ServerError, match="4 times without a finished request"):
-        for _ in range(3):
-            capture(engine, make_samples(3), batch=1)
+        capture(engine, make_samples(3) * 3, batch=1)
 
 
 def test_one_poisoned_sample_is_listed_and_the_others_are_captured(engine, monkeypatch):
@@ -295,8 +296,8 @@ def test_an_attached_server_is_used_and_left_running(engine, tmp_path, monkeypat
     running = first.keeper.session
     socket_path = running.link._path
     running.link.close()
-    monkeypatch.setenv("EYAS_SGLANG_URL", running.client._address.geturl())
-    monkeypatch.setenv("EYAS_SGLANG_API_KEY", running.client._headers["Authorization"].removeprefix("Bearer "))
+    monkeypatch.setenv("EYAS_SGLANG_URL", running.client.url)
+    monkeypatch.setenv("EYAS_SGLANG_API_KEY", running.client.headers["Authorization"].removeprefix("Bearer "))
     with pytest.raises(ServerError, match="EYAS_CAPTURE_SOCKET does not name"):
         engine.open()
     monkeypatch.setenv("EYAS_CAPTURE_SOCKET", str(tmp_path / "none.sock"))
