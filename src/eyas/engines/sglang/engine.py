@@ -192,6 +192,8 @@ class SglangEngine:
                         session.pulse.beat(now=True)
                 case _:
                     pass
+        if flight.outcomes:
+            return  # what is complete lies in this arena: it is taken before the server may be given up
         fault = keeper.fault(is_busy=bool(flight.under_way))
         if not fault and flight.is_stuck:
             fault = "no part of the shared memory comes free"
