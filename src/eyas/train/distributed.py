@@ -19,6 +19,10 @@ from eyas.errors import ConfigError, EyasError, TrainError
 
 Value = TypeVar("Value")
 
+# torch renamed them
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class World:
     """How many processes train, and which of them this is; one process needs no group.
@@ -30,6 +34,8 @@ class World:
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        if device.type == "cuda" and device.index is None:  # threads are told their device by its index
+            device = torch.device("cuda", torch.cuda.current_device())
         self.rank, self.size, self.device = rank, size, device
         self._control: Any = dist.new_group(backend="gloo") if size > 1 else None
         self._data: Any = dist.new_group(backend="gloo") if size > 1 else None
@@ -56,12 +62,12 @@ class World:
     def sum_part(self, tensor_X: torch.Tensor, out_Y: torch.Tensor) -> None:
         """Sum over ranks of this rank's part of a tensor: X = ranks · Y."""
         with self._together():
-            dist.reduce_scatter_single(out_Y, tensor_X)
+            _reduce_scatter(out_Y, tensor_X)
 
     def join_parts(self, part_Y: torch.Tensor, out_X: torch.Tensor) -> None:
         """The parts of all ranks one behind another: X = ranks · Y."""
         with self._together():
-            dist.all_gather_single(out_X, part_Y)
+            _all_gather(out_X, part_Y)
 
     # ── objects ───────────────────────────────────────────────────────────────────────────────
 
