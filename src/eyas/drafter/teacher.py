@@ -101,8 +101,9 @@ class TargetHead:
 
 
 def cut_head(head_VD: torch.Tensor) -> list[torch.Tensor]:
-    """The head's rows in pieces of at most ``PIECE_BYTES``."""
-    return list(head_VD.split(max(1, PIECE_BYTES // (head_VD.shape[1] * head_VD.element_size()))))
+    """The head's rows in pieces of at most ``PIECE_BYTES``, and short enough for ``PIECE_LOGITS``."""
+    rows = min(PIECE_BYTES // (head_VD.shape[1] * head_VD.element_size()), PIECE_LOGITS // FILL_MULTIPLE)
+    return list(head_VD.split(max(1, rows)))
 
 
 def _narrowed(head_VD: torch.Tensor) -> torch.Tensor:

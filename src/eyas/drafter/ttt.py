@@ -24,7 +24,6 @@ from eyas.drafter.precision import wide_dtype, wide_product
 from eyas.drafter.rows import Pack
 from eyas.drafter.weights import LayerWeights, plain_weights
 
-
 DRAFT_LOGITS = 1 << 24
 """Logits that a GPU has in memory at a time when it drafts: 64 MiB in float32."""
 
