@@ -85,8 +85,9 @@ class Packer:
         if mask_oov and not self._all_known:
             self.argmaxes([stored for stored in documents if stored.sample.sample_id not in self._in_vocab])
         whole = [self._document(stored, step, mask_oov) for stored in documents]
-        pack = pack_documents(whole, ttt_steps, FILL_MULTIPLE, anchors)
-        if self._head.device.type == "cuda":
+        on_gpu = self._head.device.type == "cuda"
+        pack = pack_documents(whole, ttt_steps, FILL_MULTIPLE, anchors, pinned=on_gpu)
+        if on_gpu:
             pack = pack.with_embedding(self._embedding_VE).map(torch.Tensor.pin_memory)
         return pack
 
