@@ -19,9 +19,13 @@ from eyas.errors import ConfigError, EyasError, TrainError
 
 Value = TypeVar("Value")
 
-# torch renamed them
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# newer versions of torch name both anew; 2.11 has the old names alone
+_reduce_scatter: Callable[[torch.Tensor, torch.Tensor], Any] = (
+    dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+)
+_all_gather: Callable[[torch.Tensor, torch.Tensor], Any] = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+)
 
 
 class World:

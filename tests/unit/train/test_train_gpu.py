@@ -16,6 +16,7 @@ from eyas.drafter.weights import FlatWeights
 from eyas.target.load import read_ends
 from eyas.tokens.draft_vocab import DraftVocab
 from eyas.train.data import Packer
+from eyas.train.distributed import World
 from eyas.train.loop import Trainer, teacher_of
 from eyas.train.packs import Placer
 from eyas.train.run import new_drafter
@@ -172,6 +173,14 @@ def test_the_teacher_is_the_frozen_head_when_it_holds_the_targets_rows(tmp_path,
         assert torch.equal(teacher_WD, rows_WD)
         assert teacher_WD.dtype == dtype
         assert (teacher_WD.data_ptr() == head_WE.data_ptr()) is shared
+
+
+def test_a_worlds_device_has_an_index(monkeypatch):
+    """``torch.cuda.set_device``, which the packing thread calls, takes no device without one."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert World(0, 1, torch.device("cuda")).device == torch.device("cuda", 3)
+    assert World(0, 1, torch.device("cuda", 1)).device == torch.device("cuda", 1)
+    assert World(0, 1, torch.device("cpu")).device == torch.device("cpu")
 
 
 def test_a_placed_pack_is_handed_over(tmp_path):
