@@ -268,6 +268,6 @@ def _sharded(config: TrainConfig) -> bool:
     if value == "1" and config.optimizer == "muon":
         raise ConfigError(
             f"train.optimizer: muon with {SHARD_KNOB}=1, expected adamw: Muon works on whole matrices",
-            f"unset {SHARD_KNOB}",
+            f"unset {SHARD_KNOB}, or set `train.optimizer: adamw` with `train.lr: 0.001`",
         )
     return value == "1"

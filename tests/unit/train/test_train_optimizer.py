@@ -121,8 +121,9 @@ def test_muon_moves_hidden_matrices_by_its_formula_and_the_rest_by_adamw():
 
 def test_muon_on_parts_of_matrices_is_refused(monkeypatch):
     monkeypatch.setenv("EYAS_TRAIN_SHARD", "1")
-    with pytest.raises(ConfigError, match="muon with EYAS_TRAIN_SHARD=1"):
+    with pytest.raises(ConfigError, match="muon with EYAS_TRAIN_SHARD=1") as refused:
         make(optimizer="muon")
+    assert refused.value.hint == "unset EYAS_TRAIN_SHARD, or set `train.optimizer: adamw` with `train.lr: 0.001`"
     monkeypatch.setenv("EYAS_TRAIN_SHARD", "yes")
     with pytest.raises(ConfigError, match="expected 0 or 1"):
         make()

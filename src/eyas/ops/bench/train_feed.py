@@ -127,7 +127,9 @@ class Bench:
         self.teacher_WD = draft_head(head_VD, drafter.d2t).to(self.device, self.dtype)
         drafter.d2t, drafter.t2d = drafter.d2t.to(self.device), drafter.t2d.to(self.device)
         self.head_VD, self.world = head_VD.to(self.device), World(0, 1, self.device)
-        self.config = TrainConfig(num_steps=10**6, ttt_steps=args.ttt, batch_tokens=args.batch_tokens, lr=1e-5)
+        self.config = TrainConfig(
+            num_steps=10**6, ttt_steps=args.ttt, batch_tokens=args.batch_tokens, optimizer="adamw", lr=1e-5
+        )
         self.weights = FlatWeights(drafter, self.dtype)
         self.optimizer = Optimizer(self.weights, self.config, self.world)
         self.placer, self.workspace, self.objective = Placer(self.device), Workspace(), Objective("kl", 0)
