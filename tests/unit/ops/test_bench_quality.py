@@ -140,7 +140,12 @@ def test_the_residual_a_drafter_was_trained_with_decides_its_drafts(in_root: Pat
     by_name = {variant.name: variant for variant in variants(setup.params.train) if variant.peer == "speculators"}
     runs = [PeerRun(variant=variant, budget="steps", seed=0, num_steps=1) for variant in by_name.values()]
     switches = {run.variant.name: to_drafter(tensors, run, setup).shape.norm_before_residual for run in runs}
-    assert switches == {"its defaults": True, "its defaults, raw residual": False, "our AdamW": False, "our Muon": False}
+    assert switches == {
+        "its defaults": True,
+        "its defaults, raw residual": False,
+        "our AdamW": False,
+        "our Muon": False,
+    }
 
 
 @pytest.mark.parametrize(
