@@ -90,7 +90,7 @@ class Trainer:
         self.drafter = _placed(drafter, world.device).train()
         self.drafter.lm_head.weight.requires_grad_(config.train_head)
         self.weights = FlatWeights(self.drafter, dtype)
-        world.send_first_(self.weights.master_P)
+        world.send_(self.weights.master_P, 0)
         self._optimizer = Optimizer(self.weights, config, world)
         self._packer = Packer(
             head_VD,
@@ -158,7 +158,7 @@ class Trainer:
         """Fill a flat tensor with one kind of a file's values on every rank."""
         places = dict(by_parameter({kind: whole_P}, self.weights.views))
         self.world.on_first(lambda: read_into(self.run_folder.folder / path, places))
-        self.world.send_first_(whole_P)
+        self.world.send_(whole_P, 0)
 
     def save(self) -> None:
         """Write the resumable state of this moment."""

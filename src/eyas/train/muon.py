@@ -5,14 +5,9 @@ An update has the root mean square of an AdamW update (0.2), so learning rate an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from eyas.drafter.weights import FlatWeights
-
-if TYPE_CHECKING:
-    from eyas.train.optimizer import Segment
 
 MOMENTUM = 0.95
 RMS = 0.2
@@ -55,38 +50,21 @@ class Muon:
 
     def __init__(self, weights: FlatWeights) -> None:
         self._weights = weights
-        self._names = [name for name, view in weights.views.items() if view.ndim == 2 and name not in NOT_HIDDEN]
+        named = {name: view for name, view in weights.views.items() if view.ndim == 2 and name not in NOT_HIDDEN}
+        places = {name: int(view.storage_offset()) for name, view in named.items()}
+        self._names = {places[name]: name for name in sorted(named, key=lambda name: places[name])}
+        self.places = [slice(start, start + named[name].numel()) for start, name in self._names.items()]
+        """Of the hidden matrices in the flat tensors, in their order."""
 
-    def others(self, segments: list[Segment]) -> list[Segment]:
-        """What is left for AdamW of unsharded segments."""
-        left: list[Segment] = []
-        for segment in segments:
-            start = segment.whole.start
-            for name in sorted(self._names, key=self._place):
-                first, last = self._place(name), self._place(name) + self._weights.views[name].numel()
-                if segment.whole.start <= first < segment.whole.stop:
-                    left += _piece(segment, start, first)
-                    start = last
-            left += _piece(segment, start, segment.whole.stop)
-        return left
-
-    def step(self, momentum_P: torch.Tensor, lr: float, weight_decay: float, grad_scale: torch.Tensor) -> None:
-        """One update of every hidden matrix in place; gradients are divided by ``grad_scale`` and overwritten."""
-        for name in self._names:
-            master_XY, grad_XY = self._weights.views[name], self._weights.grad_views[name]
-            momentum_XY = momentum_P[self._place(name) :][: master_XY.numel()].view_as(master_XY)
-            momentum_XY.lerp_(grad_XY.div_(grad_scale), 1 - MOMENTUM)
-            update_XY = orthogonal(grad_XY.lerp_(momentum_XY, MOMENTUM))
-            if weight_decay:
-                master_XY.mul_(1 - lr * weight_decay)
-            master_XY.add_(update_XY, alpha=-lr * RMS * max(master_XY.shape) ** 0.5)
-
-    def _place(self, name: str) -> int:
-        return int(self._weights.views[name].storage_offset())
-
-
-def _piece(segment: Segment, start: int, stop: int) -> list[Segment]:
-    shift = segment.own.start - segment.whole.start
-    if stop <= start:
-        return []
-    return [type(segment)(slice(start, stop), slice(start + shift, stop + shift), segment.weight_decay)]
+    def step(
+        self, place: slice, momentum_X: torch.Tensor, lr: float, weight_decay: float, grad_scale: torch.Tensor
+    ) -> None:
+        """One update of a hidden matrix in place; its gradient is divided by ``grad_scale`` and overwritten."""
+        name = self._names[place.start]
+        master_XY, grad_XY = self._weights.views[name], self._weights.grad_views[name]
+        momentum_XY = momentum_X.view_as(master_XY)
+        momentum_XY.lerp_(grad_XY.div_(grad_scale), 1 - MOMENTUM)
+        update_XY = orthogonal(grad_XY.lerp_(momentum_XY, MOMENTUM))
+        if weight_decay:
+            master_XY.mul_(1 - lr * weight_decay)
+        master_XY.add_(update_XY, alpha=-lr * RMS * max(master_XY.shape) ** 0.5)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import train_world as world
-from test_train import golden_numbers
+from test_train import StoppedError, golden_numbers, stop_at
 from test_train_optimizer import gradient, make
 
 from eyas.train import muon
@@ -126,6 +126,7 @@ def test_no_gradient_gives_no_update_and_no_nan():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_gpu_gives_the_same_directions(shape):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -178,17 +179,10 @@ def trained(tmp_path_factory):
 
 def test_a_run_that_goes_on_ends_in_the_same_bytes(tmp_path, trained, monkeypatch):
     """Case 69 with Muon: its momentum is in the state."""
-    real, left = muon.Muon.step, iter(range(6))
-
-    def stops(*args):
-        if next(left, None) is None:
-            raise InterruptedError
-        real(*args)
-
-    monkeypatch.setattr(muon.Muon, "step", stops)
-    with pytest.raises(InterruptedError):
+    restore = stop_at(monkeypatch, 6)
+    with pytest.raises(StoppedError):
         world.run(tmp_path, world.make_inputs(tmp_path, optimizer="muon"))
-    monkeypatch.setattr(muon.Muon, "step", real)
+    restore()
     _, outcome = world.run(tmp_path, world.make_inputs(tmp_path, optimizer="muon"))
     assert outcome.resumed_at == 4
     assert world.result_bytes(tmp_path) == trained
