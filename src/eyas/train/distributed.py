@@ -57,11 +57,16 @@ class World:
             with self._together():
                 dist.all_reduce(tensor)
 
-    def send_first_(self, tensor: torch.Tensor) -> None:
-        """Give every rank the first one's values."""
+    def sum_on_(self, tensor: torch.Tensor, rank: int) -> None:
+        """Replace a tensor of one rank by its sum over ranks; what the others have after is undefined."""
+        with self._together():
+            dist.reduce(tensor, rank)
+
+    def send_(self, tensor: torch.Tensor, rank: int) -> None:
+        """Give every rank the values of one."""
         if self.size > 1:
             with self._together():
-                dist.broadcast(tensor, 0)
+                dist.broadcast(tensor, rank)
 
     def sum_part(self, tensor_X: torch.Tensor, out_Y: torch.Tensor) -> None:
         """Sum over ranks of this rank's part of a tensor: X = ranks · Y."""

@@ -90,7 +90,7 @@ class Trainer:
         self.drafter.lm_head.weight.requires_grad_(config.train_head)
         # what is frozen, embedding and head, stays in host memory: products have a copy, packs carry what they need
         self.weights = FlatWeights(self.drafter, product_dtype(world.device, config.dtype), world.device)
-        world.send_first_(self.weights.master_P)
+        world.send_(self.weights.master_P, 0)
         self._teacher_WD = teacher_of(self.drafter, self.weights, head_VD)
         self._optimizer = Optimizer(self.weights, config, world)
         self._packer = Packer(
@@ -156,7 +156,7 @@ class Trainer:
         """Fill a flat tensor with one kind of a file's values on every rank."""
         places = dict(by_parameter({kind: whole_P}, self.weights.views))
         self.world.on_first(lambda: read_into(self.run_folder.folder / path, places))
-        self.world.send_first_(whole_P)
+        self.world.send_(whole_P, 0)
 
     def save(self) -> None:
         """Write the resumable state of this moment."""

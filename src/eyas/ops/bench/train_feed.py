@@ -128,7 +128,9 @@ class Bench:
         with torch.no_grad():
             drafter.lm_head.weight.copy_(draft_head(head_VD, drafter.d2t)).requires_grad_(False)
         self.drafter, self.head = drafter.train(), TargetHead(head_VD, self.device)
-        self.config = TrainConfig(num_steps=10**6, ttt_steps=args.ttt, batch_tokens=args.batch_tokens, lr=1e-5)
+        self.config = TrainConfig(
+            num_steps=10**6, ttt_steps=args.ttt, batch_tokens=args.batch_tokens, optimizer="adamw", lr=1e-5
+        )
         on_gpu = self.device.type == "cuda"
         self.weights = FlatWeights(drafter, torch.bfloat16 if on_gpu else torch.float32, self.device)
         self.teacher_WD = teacher_of(drafter, self.weights, head_VD)

@@ -75,7 +75,9 @@ class Step:
     def __init__(self, args: argparse.Namespace, ttt_steps: int, pack: Pack) -> None:
         device = torch.device(args.device)
         self.drafter = make_drafter(args)
-        config = TrainConfig(ttt_steps=ttt_steps, curriculum=[], weight_decay=0.01, max_grad_norm=1.0)
+        config = TrainConfig(
+            ttt_steps=ttt_steps, curriculum=[], optimizer=args.optimizer, weight_decay=0.01, max_grad_norm=1.0
+        )
         self.weights = FlatWeights(self.drafter, product_dtype(device, "bfloat16"), device)
         self.optimizer = Optimizer(self.weights, config, World(0, 1, device))
         self.pack = pack.with_embedding(self.drafter.embed_tokens.weight).to(args.device)  # type: ignore[arg-type]
@@ -115,7 +117,7 @@ def measure(args: argparse.Namespace, ttt_steps: int, share: float) -> dict[str,
                 times_ms.append((time.perf_counter() - begin_s) * 1e3)
     median_ms = sorted(times_ms)[len(times_ms) // 2]
     return {
-        "ttt_steps": ttt_steps, "share": share, "tokens": args.tokens, "trained": pack.num_trained,
+        "optimizer": args.optimizer, "ttt_steps": ttt_steps, "share": share, "tokens": args.tokens, "trained": pack.num_trained,
         "step_ms": round(median_ms, 2), "lowest_ms": round(min(times_ms), 2), "highest_ms": round(max(times_ms), 2),
         "tokens_s": round(args.tokens / median_ms * 1e3), "losses": [round(loss, 4) for loss in losses],
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
@@ -131,6 +133,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--ttt", type=int, nargs="+", default=[7, 3])
     parser.add_argument("--share", type=float, nargs="+", default=[0.75, 0.3])
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
     for ttt_steps in args.ttt:
