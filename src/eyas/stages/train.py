@@ -14,7 +14,7 @@ from eyas.shards.reader import ShardReader
 from eyas.stages import common
 from eyas.target.load import require_device
 from eyas.target.locate import ensure
-from eyas.train.distributed import open_world
+from eyas.train.distributed import open_world, same_on_all, told_once
 from eyas.train.loop import Outcome
 from eyas.train.run import Inputs, train
 
@@ -24,12 +24,18 @@ RUNS_ROOT = Path(".eyas/train")
 
 def main(argv: Sequence[str]) -> None:
     """Train a drafter and print its last metrics; one of several processes when ``torchrun`` started them."""
-    target, draft_vocab, states, manifest_path, output, metrics = common.paths("train", NAMES, argv)
-    params = config.load()
-    require_device("train.device", params.train.device)
-    with open_world(params.train.device, params.train.packs_per_step) as world:
+    with told_once():
+        _main(argv)
+
+
+def _main(argv: Sequence[str]) -> None:
+    with same_on_all():
+        target, draft_vocab, states, manifest_path, output, metrics = common.paths("train", NAMES, argv)
+        params = config.load()
+        require_device("train.device", params.train.device)
         identity = fs.read_record(TargetIdentity, target)
         manifest = fs.read_record(ShardManifest, manifest_path)
+    with open_world(params.train.device, params.train.packs_per_step) as world:
         world.on_first(lambda: ensure(identity, params.target) and None)
         inputs = Inputs(
             identity=identity,

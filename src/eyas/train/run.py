@@ -20,7 +20,7 @@ from eyas.target.load import TargetEnds, read_ends
 from eyas.tokens.draft_vocab import FILE_NAME, DraftVocab
 from eyas.train.checkpoint import RunFolder, publish_drafter
 from eyas.train.data import calibration_slice
-from eyas.train.distributed import World
+from eyas.train.distributed import World, same_on_all
 from eyas.train.loop import Outcome, Trainer
 from eyas.train.warm_start import read_warm_start
 
@@ -99,18 +99,9 @@ def train(
         EyasError: Another training holds the lock.
         KeyboardInterrupt: Stopped by a signal; the same call goes on from there.
     """
-    if inputs.manifest.capture.target != inputs.identity.digest:
-        raise TrainError(
-            f"the states are of target {inputs.manifest.capture.target[:16]}, expected {inputs.identity.digest[:16]}",
-            "`dvc repro train` makes what is out of date first",
-        )
-    vocab, ends = DraftVocab.read(inputs.vocab_folder), target_ends(inputs)
-    if vocab.vocab_size != inputs.identity.vocab_size:
-        raise TrainError(
-            f"the draft vocab maps {vocab.vocab_size:,} target ids, expected {inputs.identity.vocab_size:,}",
-            "make it again: `dvc repro tokenize`",
-        )
-    drafter = new_drafter(inputs, ends, vocab)
+    with same_on_all():
+        vocab, ends = _checked_vocab(inputs), target_ends(inputs)
+        drafter = new_drafter(inputs, ends, vocab)
     run = RunFolder(runs_root, inputs.run_key())
     with contextlib.ExitStack() as held:
         held.enter_context(disk_errors(runs_root))
@@ -121,6 +112,22 @@ def train(
         meta = world.on_first(lambda: publish_drafter(output, drafter, _meta(inputs, drafter.shape, outcome)))
         world.on_first(run.remove)
     return meta, outcome
+
+
+def _checked_vocab(inputs: Inputs) -> DraftVocab:
+    """The draft vocab; it and the states are of this target."""
+    if inputs.manifest.capture.target != inputs.identity.digest:
+        raise TrainError(
+            f"the states are of target {inputs.manifest.capture.target[:16]}, expected {inputs.identity.digest[:16]}",
+            "`dvc repro train` makes what is out of date first",
+        )
+    vocab = DraftVocab.read(inputs.vocab_folder)
+    if vocab.vocab_size != inputs.identity.vocab_size:
+        raise TrainError(
+            f"the draft vocab maps {vocab.vocab_size:,} target ids, expected {inputs.identity.vocab_size:,}",
+            "make it again: `dvc repro tokenize`",
+        )
+    return vocab
 
 
 def _meta(inputs: Inputs, shape: DrafterShape, outcome: Outcome) -> CheckpointMeta:
