@@ -25,7 +25,7 @@ LAST_WORDS_S = 2.0
 """``torchrun`` ends all processes at the first that ends: whoever has nothing to say goes after the one who has."""
 
 
-class ToldElsewhere(TrainError):
+class ToldElsewhereError(TrainError):
     """Another rank tells the user."""
 
 
@@ -105,7 +105,7 @@ class World:
         if failed is not None:
             raise failed
         if told is not None:
-            raise ToldElsewhere(f"rank 0: {told[0]}", told[1])
+            raise ToldElsewhereError(f"rank 0: {told[0]}", told[1])
         return result  # type: ignore[return-value]
 
     @contextlib.contextmanager
@@ -154,13 +154,13 @@ def same_on_all() -> Iterator[None]:
     """Around what every process of a host finds alike: the first of the host tells its errors.
 
     Raises:
-        ToldElsewhere: An error, in any process but that one.
+        ToldElsewhereError: An error, in any process but that one.
     """
     try:
         yield
     except EyasError as error:
         if _local_rank():
-            raise ToldElsewhere(error.message, error.hint) from None
+            raise ToldElsewhereError(error.message, error.hint) from None
         raise
 
 
@@ -169,11 +169,11 @@ def told_once() -> Iterator[None]:
     """Around a whole process: what another rank tells ends this one with the same exit code and no word.
 
     Raises:
-        SystemExit: Instead of ``ToldElsewhere``.
+        SystemExit: Instead of ``ToldElsewhereError``.
     """
     try:
         yield
-    except ToldElsewhere:
+    except ToldElsewhereError:
         time.sleep(LAST_WORDS_S)
         raise SystemExit(EXIT_CODE) from None
 

@@ -11,7 +11,7 @@ from safetensors.torch import load
 
 from eyas import fs
 from eyas.errors import ConfigError, StoreError
-from eyas.train.distributed import ToldElsewhere, World, open_world
+from eyas.train.distributed import ToldElsewhereError, World, open_world
 from eyas.train.optimizer import own_parts, segments_of
 
 CHANGES = {"packs_per_step": 4, "batch_tokens": 40, "validation_share": 0.2, "validate_every": 6}
@@ -161,7 +161,7 @@ def test_more_processes_than_packs_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"train.packs_per_step: 2, expected at least .* 4"), open_world("cpu", 2):
         pass
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(ToldElsewhere), open_world("cpu", 2):
+    with pytest.raises(ToldElsewhereError), open_world("cpu", 2):
         pass
 
 
