@@ -52,7 +52,7 @@ def _main(argv: Sequence[str]) -> None:
         with common.stage_run("train", [target, draft_vocab, manifest_path], [output]) as run:
             meta, outcome = train(inputs, RUNS_ROOT, output, metrics, world)
             run.num_tokens, run.facts = outcome.num_tokens, _facts(outcome, world.size, params.train)
-    _show(meta, outcome, metrics, output, params.train.loss)
+    _show(meta, outcome, metrics, output, params.train)
 
 
 def _facts(outcome: Outcome, num_processes: int, settings: TrainConfig) -> dict[str, Any]:
@@ -71,20 +71,20 @@ def _facts(outcome: Outcome, num_processes: int, settings: TrainConfig) -> dict[
     return facts
 
 
-def _show(meta: CheckpointMeta, outcome: Outcome, metrics: Path, output: Path, loss: str) -> None:
+def _show(meta: CheckpointMeta, outcome: Outcome, metrics: Path, output: Path, settings: TrainConfig) -> None:
     last = fs.read_json(metrics / "metrics.json")
     rows = [
         [f"step {k}", last["loss"][f"step_{k}"], last["accuracy"][f"step_{k}"], last["alpha"][f"step_{k}"]]
         for k in range(meta.ttt_steps)
         if f"step_{k}" in last["loss"]
     ]
-    console.emit(console.table(rows, ["TTT", loss.upper(), "accuracy", "alpha"]))
+    console.emit(console.table(rows, ["TTT", settings.loss.upper(), "accuracy", "alpha"]))
     if "validation" in last:
         console.emit(f"validation: tau {last['validation']['tau']}")
     if outcome.best is not None:
         console.emit(f"published: the weights of step {outcome.best.step:,}, tau {outcome.best.tau}")
     console.emit(
-        f"{meta.num_steps:,} steps, {outcome.num_epochs:.1f} epochs, {meta.num_trained_rows:,} trained rows → {output}"
+        f"{settings.num_steps:,} steps, {outcome.num_epochs:.1f} epochs, {outcome.num_trained_rows:,} trained rows → {output}"
     )
 
 

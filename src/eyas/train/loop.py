@@ -31,6 +31,7 @@ from eyas.drafter.weights import FlatWeights
 from eyas.train.checkpoint import Best, MetricRow, RunFolder, RunState, by_parameter
 from eyas.train.data import Packer, check_states
 from eyas.train.distributed import World
+from eyas.train.finished import BestStep
 from eyas.train.metrics import MetricLog, Pending, Terminal, Window
 from eyas.train.optimizer import Optimizer
 from eyas.train.packs import Placer, StepData, StepSource, check_damage, made_ahead, named
@@ -55,7 +56,7 @@ class Outcome:
     resumed_at: int
     damaged: dict[str, str]
     """Samples left out, and why."""
-    best: Best | None
+    best: BestStep | None
     """The validation whose weights are published, with ``keep: best``."""
 
 
@@ -315,7 +316,8 @@ class Trainer:
             flat = {"weight": self.weights.master_P}
             name, views = f"best-{self._step:08d}", self.weights.views
             tensors = self.world.on_first(lambda: self.run_folder.save_tensors(name, by_parameter(flat, views)))
-            self._best = Best(step=self._step, tau=tau, tensors=tensors)
+            rows = self._num_trained_rows
+            self._best = Best(step=self._step, num_trained_rows=rows, tau=tau, tensors=tensors)
 
     def _count_damage(self, damaged: dict[str, str]) -> None:
         for sample_id, reason in damaged.items():
