@@ -28,6 +28,14 @@ LAST_WORDS_S = 2.0
 class ToldElsewhereError(TrainError):
     """Another rank tells the user."""
 
+# newer versions of torch name both anew; 2.11 has the old names alone
+_reduce_scatter: Callable[[torch.Tensor, torch.Tensor], Any] = (
+    dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+)
+_all_gather: Callable[[torch.Tensor, torch.Tensor], Any] = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+)
+
 
 class World:
     """How many processes train, and which of them this is; one process needs no group.
@@ -65,12 +73,12 @@ class World:
     def sum_part(self, tensor_X: torch.Tensor, out_Y: torch.Tensor) -> None:
         """Sum over ranks of this rank's part of a tensor: X = ranks · Y."""
         with self._together():
-            dist.reduce_scatter_single(out_Y, tensor_X)
+            _reduce_scatter(out_Y, tensor_X)
 
     def join_parts(self, part_Y: torch.Tensor, out_X: torch.Tensor) -> None:
         """The parts of all ranks one behind another: X = ranks · Y."""
         with self._together():
-            dist.all_gather_single(out_X, part_Y)
+            _all_gather(out_X, part_Y)
 
     # ── objects ───────────────────────────────────────────────────────────────────────────────
 
