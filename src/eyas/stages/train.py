@@ -51,7 +51,8 @@ def _main(argv: Sequence[str]) -> None:
             return
         with common.stage_run("train", [target, draft_vocab, manifest_path], [output]) as run:
             meta, outcome = train(inputs, RUNS_ROOT, output, metrics, world)
-            run.num_tokens, run.facts = outcome.num_tokens, _facts(outcome, world.size, params.train)
+            run.num_tokens, run.work_s = outcome.num_tokens, outcome.seconds
+            run.facts = _facts(outcome, world.size, params.train)
     _show(meta, outcome, metrics, output, params.train)
 
 

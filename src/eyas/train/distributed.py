@@ -28,6 +28,7 @@ LAST_WORDS_S = 2.0
 class ToldElsewhereError(TrainError):
     """Another rank tells the user."""
 
+
 # newer versions of torch name both anew; 2.11 has the old names alone
 _reduce_scatter: Callable[[torch.Tensor, torch.Tensor], Any] = (
     dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor

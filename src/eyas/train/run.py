@@ -114,7 +114,9 @@ def train(
                 console.log("train: this run is finished already; its drafter and metrics are published again")
             meta, result = kept
             num_steps = inputs.config.num_steps
-            return meta, Outcome(result.num_trained_rows, 0, result.num_epochs, num_steps, result.damaged, result.best)
+            return meta, Outcome(
+                result.num_trained_rows, 0, result.num_epochs, num_steps, result.damaged, result.best, 0.0
+            )
         with same_on_all():
             drafter = new_drafter(inputs, ends, vocab)
         trainer = Trainer(inputs.config, drafter, ends.head_VD, inputs.reader, run, metrics_folder, world)
