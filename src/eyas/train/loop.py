@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from eyas.drafter.weights import FlatWeights
 from eyas.train.checkpoint import Best, MetricRow, RunFolder, RunState, by_parameter
 from eyas.train.data import Packer, check_states
 from eyas.train.distributed import World
+from eyas.train.finished import BestStep
 from eyas.train.metrics import MetricLog, Pending, Terminal, Window
 from eyas.train.optimizer import Optimizer
 from eyas.train.packs import Placer, StepData, StepSource, check_damage, made_ahead, named
@@ -57,8 +59,10 @@ class Outcome:
     resumed_at: int
     damaged: dict[str, str]
     """Samples left out, and why."""
-    best: Best | None
+    best: BestStep | None
     """The validation whose weights are published, with ``keep: best``."""
+    seconds: float
+    """Of this process, without validations."""
 
 
 class Trainer:
@@ -105,6 +109,7 @@ class Trainer:
         self._window, self._pending = Window(), Pending()
         self._step, self._cursor, self._num_trained_rows, self._num_tokens = 0, Cursor(), 0, 0
         self._damaged: dict[str, str] = {}
+        self._validation_s = 0.0
         self._best: Best | None = None
         self._stop_signal = 0
         self._validator = None
@@ -200,7 +205,7 @@ class Trainer:
             DiskError: There is no room for a checkpoint.
             KeyboardInterrupt: Ctrl-C or SIGTERM; the state was saved.
         """
-        config, world, resumed_at = self.config, self.world, self._step
+        config, world, resumed_at, begin_s = self.config, self.world, self._step, time.monotonic()
         order = order_of(self.reader, self._training, config.batch_tokens, config.seed)
         packs_per_epoch = max(1, len(order.epoch(0)))
         loader = BatchLoader(
@@ -217,7 +222,8 @@ class Trainer:
         self._log.close()
         epochs = self._cursor.epoch + self._cursor.batch / packs_per_epoch
         damaged = dict(sorted(self._damaged.items()))
-        return Outcome(self._num_trained_rows, self._num_tokens, epochs, resumed_at, damaged, self._best)
+        seconds = time.monotonic() - begin_s - self._validation_s
+        return Outcome(self._num_trained_rows, self._num_tokens, epochs, resumed_at, damaged, self._best, seconds)
 
     def _source(self, loader: BatchLoader) -> StepSource:
         config = self.config
@@ -310,16 +316,20 @@ class Trainer:
     def _validate(self, validator: Validator) -> None:
         """Judge the weights; keep them when none were better."""
         self._optimizer.settle()
+        begin_s = time.monotonic()
         values, damaged = validator(self.drafter, self.weights)
+        seconds = time.monotonic() - begin_s
+        self._validation_s += seconds
         self._count_damage(damaged)
         self._log.log(self._step, values)
-        self._terminal.validated(values)
+        self._terminal.validated(values, seconds)
         tau = values["validation/tau"]
         if self.config.keep == "best" and (self._best is None or tau > self._best.tau):
             flat = {"weight": self.weights.master_P}
             name, views = f"best-{self._step:08d}", self.weights.views
             tensors = self.world.on_first(lambda: self.run_folder.save_tensors(name, by_parameter(flat, views)))
-            self._best = Best(step=self._step, tau=tau, tensors=tensors)
+            rows = self._num_trained_rows
+            self._best = Best(step=self._step, num_trained_rows=rows, tau=tau, tensors=tensors)
 
     def _count_damage(self, damaged: dict[str, str]) -> None:
         for sample_id, reason in damaged.items():

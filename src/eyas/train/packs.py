@@ -25,7 +25,7 @@ from eyas.batches.order import Cursor
 from eyas.drafter.rows import Pack
 from eyas.errors import EyasError, TrainError
 from eyas.train.data import Packer
-from eyas.train.distributed import World
+from eyas.train.distributed import ToldElsewhereError, World
 
 Item = TypeVar("Item")
 
@@ -245,7 +245,7 @@ class StepSource:
             if one.failed is not None:
                 if rank == self._world.rank and failed is not None:
                     raise failed
-                raise TrainError(f"rank {rank}: {one.failed[0]}", one.failed[1])
+                raise ToldElsewhereError(f"rank {rank}: {one.failed[0]}", one.failed[1])
         return told
 
     def _check_barren(self, after: Cursor) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load
 
 from eyas import fs
 from eyas.errors import ConfigError, StoreError
-from eyas.train.distributed import World, open_world
+from eyas.train.distributed import ToldElsewhereError, World, open_world
 from eyas.train.optimizer import segments_of
 from eyas.train.parts import EqualParts, WholeMatrices, dealt
 
@@ -151,7 +151,7 @@ def test_an_error_of_one_rank_ends_all_with_its_message(tmp_path):
     told = processes.errors(tmp_path)
     assert set(told) == {0, 1}
     assert all(f"sample {7:016x} is damaged" in text for text in told.values())
-    assert sum(text.startswith("rank ") for text in told.values()) == 1
+    assert sum(text.startswith("ToldElsewhere: rank ") for text in told.values()) == 1
 
 
 def test_damage_counts_the_same_on_any_number_of_processes(tmp_path):
@@ -202,6 +202,23 @@ def test_more_processes_than_packs_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match=r"train.packs_per_step: 2, expected at least .* 4"), open_world("cpu", 2):
         pass
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ToldElsewhereError), open_world("cpu", 2):
+        pass
+
+
+def test_what_the_first_rank_alone_meets_it_alone_tells(tmp_path):
+    """A damaged state: the first rank reads it, the others are told and say nothing themselves."""
+    started = processes.start(tmp_path, 2, stopping_reader, {"EYAS_TRAIN_SHARD": "1"}, **CHANGES, checkpoint_every=2)
+    assert set(processes.finish(started)) == {2}
+    (state,) = (tmp_path / "runs").glob("*/state.json")
+    state.write_text("{}")
+    for path in tmp_path.glob("error-*"):
+        path.unlink()
+    assert processes.finish(processes.start(tmp_path, 2, **CHANGES, checkpoint_every=2)) == [2, 2]
+    told = processes.errors(tmp_path)
+    assert "cannot be resumed" in told[0]
+    assert told[1].startswith("ToldElsewhere: rank 0: ")
 
 
 def test_a_world_of_one_needs_no_group():
