@@ -28,7 +28,6 @@ from eyas.ops.published import MANIFEST, OUTS, PLAN, STATES, Planned, Published
 from eyas.plan.cache import cache_object, hashes, locked_stage, object_finder, read_yaml
 from eyas.shards import handover
 from eyas.shards.handover import HOME, LOCK_NAME
-from eyas.train import finished
 
 EXTRACT = ("dvc", "repro", "extract")
 DRAFTER = "models/drafter"

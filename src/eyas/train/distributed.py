@@ -48,6 +48,8 @@ class World:
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        if device.type == "cuda" and device.index is None:  # threads are told their device by its index
+            device = torch.device("cuda", torch.cuda.current_device())
         self.rank, self.size, self.device = rank, size, device
         self._control: Any = dist.new_group(backend="gloo") if size > 1 else None
         self._data: Any = dist.new_group(backend="gloo") if size > 1 else None
@@ -65,11 +67,16 @@ class World:
             with self._together():
                 dist.all_reduce(tensor)
 
-    def send_first_(self, tensor: torch.Tensor) -> None:
-        """Give every rank the first one's values."""
+    def sum_on_(self, tensor: torch.Tensor, rank: int) -> None:
+        """Replace a tensor of one rank by its sum over ranks; what the others have after is undefined."""
+        with self._together():
+            dist.reduce(tensor, rank)
+
+    def send_(self, tensor: torch.Tensor, rank: int) -> None:
+        """Give every rank the values of one."""
         if self.size > 1:
             with self._together():
-                dist.broadcast(tensor, 0)
+                dist.broadcast(tensor, rank)
 
     def sum_part(self, tensor_X: torch.Tensor, out_Y: torch.Tensor) -> None:
         """Sum over ranks of this rank's part of a tensor: X = ranks · Y."""

@@ -28,6 +28,8 @@ from eyas.drafter.loss import Measured, Workspace, ttt_loss
 from eyas.drafter.model import Drafter
 from eyas.drafter.objective import Objective
 from eyas.drafter.precision import matmul_dtype, product_dtype
+from eyas.drafter.rows import Pack
+from eyas.drafter.teacher import TargetHead
 from eyas.drafter.weights import FlatWeights
 from eyas.train.checkpoint import Best, MetricRow, RunFolder, RunState, by_parameter
 from eyas.train.data import Packer, check_states
@@ -88,16 +90,15 @@ class Trainer:
     ) -> None:
         self.config, self.reader, self.run_folder, self.world = config, reader, run, world
         self._training, validation = split_samples(reader.samples, config.validation_share, config.seed)
-        dtype = product_dtype(world.device, config.dtype)
-        self._teacher_WD = draft_head(head_VD.float(), drafter.d2t).to(world.device, dtype)
-        head_VD = head_VD.float().to(world.device)
-        self.drafter = _placed(drafter, world.device).train()
+        self.drafter = drafter.train()
         self.drafter.lm_head.weight.requires_grad_(config.train_head)
-        self.weights = FlatWeights(self.drafter, dtype)
-        world.send_first_(self.weights.master_P)
+        # what is frozen, embedding and head, stays in host memory: products have a copy, packs carry what they need
+        self.weights = FlatWeights(self.drafter, product_dtype(world.device, config.dtype), world.device)
+        world.send_(self.weights.master_P, 0)
+        self._teacher_WD = teacher_of(self.drafter, self.weights, head_VD)
         self._optimizer = Optimizer(self.weights, config, world)
         self._packer = Packer(
-            head_VD,
+            TargetHead(head_VD, world.device),
             drafter.t2d,
             drafter.embed_tokens.weight,  # type: ignore[arg-type]
             config.anchors,
@@ -119,7 +120,6 @@ class Trainer:
                 config.batch_tokens,
                 config.ttt_steps,
                 self._packer,
-                head_VD,
                 self._teacher_WD,
                 world,
                 self._objective,
@@ -135,13 +135,11 @@ class Trainer:
         if state is None:
             self.weights.refresh()
             return []
-        for kind in ("weight", *self._optimizer.state_names):
-            whole_P = torch.zeros_like(self.weights.master_P)
+        self._read(state.tensors.path, "weight", self.weights.master_P)
+        whole_P = torch.zeros_like(self.weights.master_P)
+        for kind in self._optimizer.state_names:
             self._read(state.tensors.path, kind, whole_P)
-            if kind == "weight":
-                self.weights.master_P.copy_(whole_P)
-            else:
-                self._optimizer.restore(kind, whole_P)
+            self._optimizer.restore(kind, whole_P)
         self.weights.refresh()
         self._step, self._cursor, self._num_trained_rows = state.step, state.cursor, state.num_trained_rows
         self._window, self._damaged, self._best = Window.from_plain(state.window), dict(state.damaged), state.best
@@ -163,7 +161,7 @@ class Trainer:
         """Fill a flat tensor with one kind of a file's values on every rank."""
         places = dict(by_parameter({kind: whole_P}, self.weights.views))
         self.world.on_first(lambda: read_into(self.run_folder.folder / path, places))
-        self.world.send_first_(whole_P)
+        self.world.send_(whole_P, 0)
 
     def save(self) -> None:
         """Write the resumable state of this moment."""
@@ -251,18 +249,8 @@ class Trainer:
             assert coming is not None
             pack = coming.take()
             coming = self._placer(data.packs[number + 1]) if number + 1 < len(data.packs) else None
-            total, values = ttt_loss(
-                self.drafter,
-                pack,
-                self._teacher_WD,
-                self.config.step_decay,
-                weights=self.weights,
-                num_trained_S=data.num_trained_S,
-                measure=measure,
-                workspace=self._workspace,
-                objective=self._objective,
-            )
-            total.backward()
+            values = self._add_gradients(pack, data.num_trained_S, measure)
+            del pack  # or it would stay on the device beside the next one's activations
             measured += [values] if values else []
         self._optimizer.step(self._step, self._rate(self._step))
         if measure:
@@ -272,6 +260,22 @@ class Trainer:
         self._num_trained_rows += sum(data.num_trained_S)
         self._num_tokens += data.num_tokens
         self._count_damage(dict(data.damaged))
+
+    def _add_gradients(self, pack: Pack, num_trained_S: tuple[int, ...], measure: bool) -> Measured | None:
+        """Forward and backward of one pack; nothing of its graph lives on."""
+        total, values = ttt_loss(
+            self.drafter,
+            pack,
+            self._teacher_WD,
+            self.config.step_decay,
+            weights=self.weights,
+            num_trained_S=num_trained_S,
+            measure=measure,
+            workspace=self._workspace,
+            objective=self._objective,
+        )
+        total.backward()
+        return values
 
     def _rate(self, step: int) -> float:
         config = self.config
@@ -342,13 +346,13 @@ class Trainer:
         self._stop_signal = signal_number
 
 
-def _placed(drafter: Drafter, device: torch.device) -> Drafter:
-    """The drafter on its device; the frozen embedding stays on the host, packs carry what they need of it."""
-    embedding_VE = drafter.embed_tokens.weight
-    drafter.embed_tokens.register_buffer("weight", embedding_VE[:0], persistent=False)  # type: ignore[index]
-    drafter = drafter.to(device)
-    drafter.embed_tokens.register_buffer("weight", embedding_VE, persistent=False)  # type: ignore[arg-type]
-    return drafter
+def teacher_of(drafter: Drafter, weights: FlatWeights, head_VD: torch.Tensor) -> torch.Tensor:
+    """The target head's rows of the draft vocab where products read them: the frozen head itself when it holds them."""
+    rows_WD, head = draft_head(head_VD, drafter.d2t.cpu()), weights.products().head
+    own_WE = drafter.lm_head.weight
+    if head.sink is None and torch.equal(own_WE, rows_WD.to(own_WE.device)):
+        return head.value
+    return rows_WD.to(head.value.device, head.value.dtype)
 
 
 @contextlib.contextmanager

@@ -49,15 +49,17 @@ class StepData:
     """A rank was told to stop: save after this step and end."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlacedPack:
     """A pack whose copy to the device was started on another stream."""
 
-    pack: Pack
+    pack: Pack | None
     copied: torch.cuda.Event | None
 
     def take(self) -> Pack:
-        """The pack, for kernels of this thread's stream."""
+        """The pack, for kernels of this thread's stream; forgotten here, so that its memory ends with its use."""
+        pack, self.pack = self.pack, None
+        assert pack is not None, "a pack is taken once"
         if self.copied is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(self.copied)
@@ -66,8 +68,8 @@ class PlacedPack:
                 tensor.record_stream(stream)
                 return tensor
 
-            self.pack.map(used)
-        return self.pack
+            pack.map(used)
+        return pack
 
 
 class Placer:

@@ -13,6 +13,7 @@ from test_train import StoppedError, stop_at
 from eyas import console, fs
 from eyas.batches.split import split_samples
 from eyas.config.schema import TrainConfig
+from eyas.drafter.teacher import TargetHead
 from eyas.drafter.ttt import draft_tokens
 from eyas.drafter.walk import walk
 from eyas.errors import ConfigError, DiskError, TrainError
@@ -65,7 +66,7 @@ def expected_metrics(folder, drafter):
     asked, joint, chained = np.zeros(S), np.zeros(S), np.zeros(S)
     for sample in validation:
         states = reader.read(sample.sample_id)
-        packer = Packer(ends.head_VD.float(), drafter.t2d, ends.embedding_VD)
+        packer = Packer(TargetHead(ends.head_VD, torch.device("cpu")), drafter.t2d, ends.embedding_VD)
         pack = packer([states], S, mask_oov=False)
         drafts_TS = torch.full((len(pack.ids_T), S), -1)
         drafts_TS[pack.rows_R] = draft_tokens(drafter, pack)

@@ -36,7 +36,7 @@ def make(job: dict[str, Any]) -> Step:
     drafter, _ = make_drafter(job)  # its frozen head is the teacher
     packs = [make_pack(path, job["ttt_steps"]) for path in job["packs"]]
     settings = {name: job[name] for name in ("betas", "weight_decay", "max_grad_norm")}
-    train = TrainStep(drafter, packs, job["device"], **settings)
+    train = TrainStep(drafter, packs, job["device"], optimizer="adamw", **settings)
     num_tokens = [sum(span.end - span.start for span in pack.documents) for pack in packs]
 
     def step(number: int) -> tuple[int, float | None]:

@@ -68,7 +68,9 @@ def make(job: dict[str, Any]) -> Step:
     weights, workspace = FlatWeights(drafter, dtype), Workspace()
     teacher_WD = teacher_WD.to(dtype)
     names = ("betas", "weight_decay", "max_grad_norm")
-    optimizer = Optimizer(weights, TrainConfig(**{name: job[name] for name in names}), World(0, 1, device))
+    optimizer = Optimizer(
+        weights, TrainConfig(optimizer="adamw", **{name: job[name] for name in names}), World(0, 1, device)
+    )
     folder = Path(job["data"]["eyas"])
     reader = ShardReader(folder / "shards", fs.read_record(ShardManifest, folder / "manifest.json"))
     sample_ids = job["sample_ids"]

@@ -117,7 +117,7 @@ def measure(args: argparse.Namespace, ttt_steps: int, share: float) -> dict[str,
         torch.cuda.reset_peak_memory_stats()
     pack = pack_documents(make_documents(args, share), ttt_steps, FILL_MULTIPLE)
     with matmul_dtype("bfloat16"):
-        settings = {"ttt_steps": ttt_steps, "curriculum": [], "weight_decay": 0.01, "max_grad_norm": 1.0}
+        settings = {"optimizer": args.optimizer, "weight_decay": 0.01, "max_grad_norm": 1.0}
         step, times_ms, losses = Step(make_drafter(args), [pack], args.device, **settings), [], []
         for number in range(WARM_UP + args.steps):
             wait()
@@ -128,7 +128,7 @@ def measure(args: argparse.Namespace, ttt_steps: int, share: float) -> dict[str,
                 times_ms.append((time.perf_counter() - begin_s) * 1e3)
     median_ms = sorted(times_ms)[len(times_ms) // 2]
     return {
-        "ttt_steps": ttt_steps, "share": share, "tokens": args.tokens, "trained": pack.num_trained,
+        "optimizer": args.optimizer, "ttt_steps": ttt_steps, "share": share, "tokens": args.tokens, "trained": pack.num_trained,
         "step_ms": round(median_ms, 2), "lowest_ms": round(min(times_ms), 2), "highest_ms": round(max(times_ms), 2),
         "tokens_s": round(args.tokens / median_ms * 1e3), "losses": [round(loss, 4) for loss in losses if loss is not None],
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
@@ -143,6 +143,7 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--ttt", type=int, nargs="+", default=[7, 3])
     parser.add_argument("--share", type=float, nargs="+", default=[0.75, 0.3])
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
     for ttt_steps in args.ttt:
