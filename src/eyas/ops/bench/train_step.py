@@ -117,7 +117,10 @@ def measure(args: argparse.Namespace, ttt_steps: int, share: float) -> dict[str,
         torch.cuda.reset_peak_memory_stats()
     pack = pack_documents(make_documents(args, share), ttt_steps, FILL_MULTIPLE)
     with matmul_dtype("bfloat16"):
-        settings = {"optimizer": args.optimizer, "weight_decay": 0.01, "max_grad_norm": 1.0}
+        settings = {
+            "ttt_steps": ttt_steps, "curriculum": [], "optimizer": args.optimizer, "weight_decay": 0.01,
+            "max_grad_norm": 1.0,
+        }  # fmt: skip
         step, times_ms, losses = Step(make_drafter(args), [pack], args.device, **settings), [], []
         for number in range(WARM_UP + args.steps):
             wait()
