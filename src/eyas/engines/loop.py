@@ -1,22 +1,26 @@
 """The extraction loop: plan → engine → checks → one shard after another → publication.
 
-While the engine computes shard n, one thread writes shard n-1: two shards in memory at most, whatever
-the length of the run. A shard is the unit of resumption; content and order come from the plan alone, so
-neither arrival order nor the points at which a run was killed show in the bytes.
+While the engine computes one shard, threads write the ones before it, each a file with its md5 (a file's md5 is one
+chain: 0.5 GB/s); in memory are these and no more, whatever the length of the run. A shard is the unit of resumption;
+content and order come from the plan alone, so neither arrival order nor the points at which a run was killed show in
+the bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eyas import console, fs
+from eyas import config, console, fs
 from eyas.contracts import (
     CapturePlan,
     EngineFacts,
@@ -45,6 +49,9 @@ from eyas.shards.writer import FinishedShard, ShardAssembly, check_tokens
 
 if TYPE_CHECKING:
     import torch
+
+
+CORES_PER_WRITER, MAX_WRITERS = 5, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +100,9 @@ class _Run:
     num_tokens: int = 0
     work_s: float = 0.0
     failed: list[FailedSample] = field(default_factory=list)
-    pending: Future[FinishedShard] | None = None
-    """The shard that is with the writer."""
+    pending: deque[Future[FinishedShard]] = field(default_factory=deque)
+    """Shards that are with the writers, the oldest first."""
+    journal: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def entries(self) -> list[ShardEntry]:
@@ -248,16 +256,18 @@ def _capture_shards(run: _Run, watch: Watch) -> None:
                 run.probe(run.engine)
             run.calibration = run.calibration or calibrate(run.plan, run.tokens, run.engine, run.spool, run.head)
             encoder = stack.enter_context(Encoder(make_codec(run.plan.capture.codec, _scales(run))))
-            writer = stack.enter_context(ThreadPoolExecutor(1, "shard-writer"))
+            num_writers = _num_writers()
+            writer = stack.enter_context(ThreadPoolExecutor(num_writers, "shard-writer"))
             for planned in run.left:
                 assembly = _capture_shard(run, planned, encoder, watch, progress)
-                _wait(run)
+                _wait(run, num_writers - 1)
                 watch.hand_over(planned)
-                run.pending = writer.submit(_store, run.spool, assembly, watch)
+                run.pending.append(writer.submit(_store, run, planned.path, assembly, watch))
             _wait(run)
     finally:
-        if run.pending is not None and run.pending.done() and run.pending.exception() is None:
-            _wait(run)
+        for stored in run.pending:  # after an error; the writers have ended
+            if not stored.cancelled() and stored.exception() is None:
+                run.done[stored.result().path] = stored.result()
         run.work_s = time.perf_counter() - start_s
         progress.close()
 
@@ -266,26 +276,33 @@ def _scales(run: _Run) -> torch.Tensor | None:
     return run.calibration.scales_ND if run.calibration else None
 
 
+def _num_writers() -> int:
+    """One of every five cores, four at most: each hashes 0.5 GB/s, and the encoders feed them."""
+    return config.knob("EYAS_WRITE_THREADS", min(MAX_WRITERS, max(1, config.cores() // CORES_PER_WRITER)))
+
+
 def _look(run: _Run, planned: PlannedShard, watch: Watch) -> None:
-    """Stop before a batch when the writer failed, or when what is in flight would touch the reserve."""
-    if run.pending is not None and (run.pending.done() or not watch.has_room(planned)):
-        # What is with the writer is expected to take so much; once it lies there, it is known.
-        _wait(run)
+    """Stop before a batch when a writer failed, or when what is in flight would touch the reserve."""
+    while any(stored.done() for stored in run.pending) or (run.pending and not watch.has_room(planned)):
+        # What is with the writers is expected to take so much; once it lies there, it is known.
+        _wait(run, len(run.pending) - 1)
     watch.check(planned)
 
 
-def _wait(run: _Run) -> None:
-    """Wait for the shard that is being written; its error becomes ours."""
-    if run.pending is not None:
-        pending, run.pending = run.pending, None
-        finished = pending.result()
+def _wait(run: _Run, num_left: int = 0) -> None:
+    """Wait until no more than so many shards are being written; an error of one becomes ours."""
+    while len(run.pending) > num_left:
+        stored = next((s for s in run.pending if s.done()), run.pending[0])
+        finished = stored.result()
+        run.pending.remove(stored)
         run.done[finished.path] = finished
 
 
-def _store(spool: Spool, assembly: ShardAssembly, watch: Watch) -> FinishedShard:
-    finished = assembly.write(spool.states, watch.write)
-    spool.append(finished)
-    watch.writing_bytes = 0
+def _store(run: _Run, path: str, assembly: ShardAssembly, watch: Watch) -> FinishedShard:
+    finished = assembly.write(run.spool.states, functools.partial(watch.write, path))
+    with run.journal:
+        run.spool.append(finished)
+    watch.written(path)
     return finished
 
 

@@ -1,8 +1,8 @@
 """Free space while a capture runs: stop before the reserve is touched, whoever fills the disk.
 
-Two shards are in flight: one in the making, whose size is expected, and one that is being written, whose size is
-known to the byte. The maker looks before each batch, so that no forward is spent on states that cannot be
-stored; the writer looks before its first byte and every few MiB after it, and that look is what keeps the reserve.
+In flight are one shard in the making, whose size is expected, and those with the writers, whose sizes are known to
+the byte from their first one on. The maker looks before each batch, so that no forward is spent on states that cannot
+be stored; a writer looks before its first byte and every few MiB after it, and that look is what keeps the reserve.
 What stops is the run, by an error: a half-written shard vanishes, finished ones stay, the same command goes on.
 """
 
@@ -23,8 +23,8 @@ SPARE_BYTES = 8192
 class Watch:
     """Guards the reserve of one volume.
 
-    Used by two threads; each of them alone sets ``writing_bytes`` at any time: the maker while no shard is with
-    the writer, the writer from then on.
+    Used by the maker and by the writers; a shard's figure is set by the maker when it hands the shard over, and by its
+    writer alone from then on.
 
     Args:
         folder: Any on the volume.
@@ -34,8 +34,12 @@ class Watch:
 
     def __init__(self, folder: Path, reserve_bytes: int, ratio: float) -> None:
         self.folder, self.reserve_bytes, self.ratio = folder, reserve_bytes, ratio
-        self.writing_bytes = 0
-        """Still to be written of the shard that is with the writer."""
+        self._left_bytes: dict[str, int] = {}
+
+    @property
+    def writing_bytes(self) -> int:
+        """Still to be written of the shards that are with the writers."""
+        return sum(list(self._left_bytes.values()))
 
     def expected_bytes(self, shard: PlannedShard) -> int:
         """Bytes that a planned shard will probably take, an allowance for its headers included."""
@@ -45,7 +49,7 @@ class Watch:
         return math.ceil(shard.payload_bytes * self.ratio) + ids_bytes + headers
 
     def has_room(self, shard: PlannedShard) -> bool:
-        """Whether the shard in the making fits beside what is still being written."""
+        """Whether the shard in the making fits beside those that are still being written."""
         return self.expected_bytes(shard) + self.writing_bytes <= fs.free_bytes(self.folder) - self.reserve_bytes
 
     def check(self, shard: PlannedShard) -> None:
@@ -58,18 +62,23 @@ class Watch:
             raise self._full(f"{shard.path} needs", self.expected_bytes(shard) + self.writing_bytes)
 
     def hand_over(self, shard: PlannedShard) -> None:
-        """The shard goes to the writer, which has not said its exact size yet."""
-        self.writing_bytes = self.expected_bytes(shard)
+        """The shard goes to a writer, which has not said its exact size yet."""
+        self._left_bytes[shard.path] = self.expected_bytes(shard)
 
-    def write(self, num_left_bytes: int) -> None:
-        """The writer is about to write what is left of its shard.
+    def write(self, path: str, num_left_bytes: int) -> None:
+        """A writer is about to write what is left of its shard.
 
         Raises:
-            DiskError: That would touch the reserve.
+            DiskError: That, and what the other writers still need, would touch the reserve.
         """
-        self.writing_bytes = num_left_bytes
-        if num_left_bytes + SPARE_BYTES > fs.free_bytes(self.folder) - self.reserve_bytes:
-            raise self._full("the shard that is being written still needs", num_left_bytes)
+        self._left_bytes[path] = num_left_bytes
+        needed_bytes = self.writing_bytes
+        if needed_bytes + SPARE_BYTES > fs.free_bytes(self.folder) - self.reserve_bytes:
+            raise self._full("shards that are being written still need", needed_bytes)
+
+    def written(self, path: str) -> None:
+        """The shard lies there."""
+        self._left_bytes.pop(path, None)
 
     def _full(self, what: str, needed_bytes: int) -> DiskError:
         return DiskError(

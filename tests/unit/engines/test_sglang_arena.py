@@ -82,7 +82,7 @@ def test_shared_memory_that_is_full_is_refused_with_the_way_to_more(monkeypatch)
     ("status", "text", "kind"),
     [
         (200, '{"output_ids":[1],"meta_info":{"prompt_tokens":3,"cached_tokens":0,"finish_reason":{"type":"length"}}}', "done"),
-        (200, '{"output_ids":[],"meta_info":{"prompt_tokens":3,"finish_reason":{"type":"abort"}}}', "aborted"),
+        (200, '{"output_ids":[],"meta_info":{"finish_reason":{"type":"abort","message":"Abort in waiting queue"}}}', "aborted"),
         (400, '{"error":{"message":"The input (9000 tokens) is longer than the model\'s context length"}}', "refused"),
         (400, '{"error":{"message":"Duplicate request ID detected: x"}}', "refused"),
         (400, '{"error":{"message":"Either text, input_ids or input_embeds should be provided."}}', "unusable"),

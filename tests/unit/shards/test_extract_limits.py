@@ -2,6 +2,7 @@
 
 import os
 import re
+import threading
 import time
 import weakref
 
@@ -50,8 +51,10 @@ def test_a_second_extraction_is_told_who_holds_the_lock(case, unbroken):
     assert case.hashes() == unbroken
 
 
-def test_states_in_memory_stay_within_two_shards_on_a_slow_disk(tmp_path, monkeypatch):
+@pytest.mark.parametrize("num_writers", [1, 3])
+def test_states_in_memory_stay_within_a_shard_and_one_a_writer_on_a_slow_disk(tmp_path, monkeypatch, num_writers):
     """Case 39: backpressure; the engine waits for the disk, memory does not grow with the run."""
+    monkeypatch.setenv("EYAS_WRITE_THREADS", str(num_writers))
     case = Case(tmp_path, num_samples=60)
     assemblies, most = weakref.WeakSet(), [0]
     write, start = writer.write_shard, writer.ShardAssembly.__init__
@@ -68,8 +71,32 @@ def test_states_in_memory_stay_within_two_shards_on_a_slow_disk(tmp_path, monkey
     monkeypatch.setattr(writer, "write_shard", slow)
     monkeypatch.setattr(writer.ShardAssembly, "__init__", watched)
     case.extract()
-    assert most[0] == 2
+    assert most[0] == 1 + num_writers
     assert len(case.plan.shards) > 10
+
+
+def test_writers_side_by_side_store_the_same_and_lose_nothing_when_one_fails(case, unbroken, monkeypatch):
+    """Shards end in any order: a full disk in the third leaves the others journalled, and the rerun makes the rest."""
+    monkeypatch.setenv("EYAS_WRITE_THREADS", "3")
+    write, begun, failed = writer.write_shard, [], threading.Event()
+
+    def third_fails(folder, facts, *args):
+        begun.append(facts.shard)
+        if facts.shard == case.plan.shards[2].path:
+            failed.set()
+            raise DiskError("the volume is full", "free some")
+        if facts.shard == case.plan.shards[1].path:
+            assert failed.wait(30), "the second is still being written while the third fails"
+        return write(folder, facts, *args)
+
+    monkeypatch.setattr(writer, "write_shard", third_fails)
+    with pytest.raises(DiskError, match="the volume is full"):
+        case.extract()
+    lines = (case.spool / "journal.jsonl").read_text().splitlines()
+    assert len(lines) == len(set(begun)) - 1 >= 2, "whatever was begun was finished, but for the one"
+    monkeypatch.setattr(writer, "write_shard", write)
+    assert case.extract().num_resumed_shards == len(lines)
+    assert case.hashes() == unbroken
 
 
 def test_an_engine_ahead_of_the_encoder_waits(tmp_path, monkeypatch):

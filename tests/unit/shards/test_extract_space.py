@@ -155,7 +155,7 @@ def test_a_stranger_fills_the_volume_while_a_shard_is_written(tmp_path, whole, c
         monkeypatch.setattr(writer, "LOOK_BYTES", 4096)
         monkeypatch.setattr(fs, "write_all", interrupted)
         error = stops_cleanly(case, EditedEngine(), stranger, capsys)
-        assert "the shard that is being written still needs" in error.message
+        assert "shards that are being written still need" in error.message
         assert stranger.least_bytes >= min(leave_bytes, RESERVE_BYTES) - 4096 - SPARE_BYTES
         assert journal_lines(case) == 1
         monkeypatch.undo()
@@ -170,11 +170,15 @@ def test_a_shard_that_came_out_larger_than_expected_is_not_begun(tmp_path, whole
         watch.check(shard)
         exact = (whole.out / shard.path).stat().st_size
         with pytest.raises(DiskError, match=f"{exact:,} bytes"):
-            watch.write(exact)
-        watch.write(SHARD_BYTES - SPARE_BYTES)
+            watch.write(shard.path, exact)
+        watch.write(shard.path, SHARD_BYTES - SPARE_BYTES)
         with pytest.raises(DiskError):
-            watch.write(SHARD_BYTES - SPARE_BYTES + 1)
-        watch.writing_bytes = 0
+            watch.write(shard.path, SHARD_BYTES - SPARE_BYTES + 1)
+        watch.write(shard.path, SHARD_BYTES - SPARE_BYTES - 100)
+        with pytest.raises(DiskError):
+            watch.write("another", 101)
+        watch.written("another")
+        watch.written(shard.path)
         assert watch.has_room(shard)
         watch.hand_over(shard)
         assert not watch.has_room(shard), "the one with the writer counts as well"

@@ -133,10 +133,10 @@ def classify(status: int, text: bytes) -> Reply:
     try:
         meta = plain["meta_info"]
         finish = meta.get("finish_reason") or {}
-        aborted = finish.get("type") == "abort"
+        if finish.get("type") == "abort":  # in the queue already: without any count
+            return Reply(kind="aborted", message=str(finish.get("message") or "it says no more"), finish=finish)
         return Reply(
-            kind="aborted" if aborted else "done",
-            message=str(finish.get("message") or "the server aborted the request") if aborted else "",
+            kind="done",
             prompt_tokens=int(meta["prompt_tokens"]),
             cached_tokens=int(meta.get("cached_tokens") or 0),
             output_ids=tuple(plain.get("output_ids") or ()),
