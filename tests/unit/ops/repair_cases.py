@@ -31,6 +31,9 @@ class CountingEngine:
         self.batches: list[tuple[str, ...]] = []
         self.num_opened = 0
 
+    def announce(self, samples):
+        pass
+
     def open(self) -> None:
         self.num_opened += 1
 

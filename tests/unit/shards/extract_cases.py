@@ -82,6 +82,9 @@ class EditedEngine:
         self.asked: list[tuple[str, ...]] = []
         self.num_opened = 0
 
+    def announce(self, samples):
+        pass
+
     def open(self) -> None:
         self.num_opened += 1
         self.inner.open()

@@ -121,6 +121,9 @@ class ReplayEngine:
     def __init__(self, source: Source) -> None:
         self._source = source
 
+    def announce(self, samples: Sequence[TokenSample]) -> None:
+        """Nothing is computed ahead."""
+
     def open(self) -> None:
         """Nothing to load."""
 

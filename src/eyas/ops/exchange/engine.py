@@ -45,6 +45,9 @@ class ImportEngine:
         self._source, self._folder, self._files = source, folder, files
         self._norm, self._options = norm, options
 
+    def announce(self, samples: Sequence[TokenSample]) -> None:
+        """Nothing is computed ahead."""
+
     def open(self) -> None:
         """Nothing to load."""
 
