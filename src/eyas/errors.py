@@ -48,6 +48,10 @@ class CaptureError(EyasError):
     """An engine gave states that are short, shifted, not finite, or another sample's."""
 
 
+class ServerError(EyasError):
+    """An inference server cannot be started, is not set up for a capture, or refuses every request."""
+
+
 class TrainError(EyasError):
     """Training cannot start or go on: no trained row, a foreign checkpoint, a non-finite loss."""
 

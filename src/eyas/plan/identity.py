@@ -8,8 +8,9 @@ from typing import cast
 from eyas.config import ExtractConfig, TargetConfig, resolve_boundaries
 from eyas.contracts import CaptureIdentity, LastRows, TargetIdentity
 from eyas.errors import PlanError
+from eyas.plan.interpreter import vllm_versions
 
-ENGINE_PACKAGES = {"hf": ("transformers", "torch"), "fake": ()}
+ENGINE_PACKAGES = {"hf": ("transformers", "torch"), "vllm": ("vllm", "torch"), "fake": ()}
 """Packages whose version is an engine's; looked up without importing them. ``fake`` is ours alone."""
 OWN_VERSION = "1"
 
@@ -61,6 +62,8 @@ def engine_version(engine: str) -> str:
     """
     if engine not in ENGINE_PACKAGES:
         raise PlanError(f"extract.engine: {engine!r}, expected one of {', '.join(ENGINE_PACKAGES)}")
+    if engine == "vllm":  # in an interpreter of its own
+        return ", ".join(f"{name} {version}" for name, version in vllm_versions().items())
     versions = []
     for package in ENGINE_PACKAGES[engine]:
         try:
