@@ -79,7 +79,9 @@ def installed_versions(python: str, packages: tuple[str, ...]) -> dict[str, str]
         # The build tag (2.13.0+cpu) is left out: a plan made on one machine is captured on another.
         return {name: version.partition("+")[0] for name, version in json.loads(done.stdout).items()}
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise PlanError(f"{python} cannot say what is installed there: {error}", f"look at {VARIABLE} and {VLLM_VARIABLE}") from error
+        raise PlanError(
+            f"{python} cannot say what is installed there: {error}", f"look at {VARIABLE} and {VLLM_VARIABLE}"
+        ) from error
 
 
 def sglang_versions(packages: Sequence[str] = ("sglang", "sglang-kernel", "torch")) -> dict[str, str]:

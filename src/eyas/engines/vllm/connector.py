@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (  # pyright: ignore[reportMissingImports]
     ExampleHiddenStatesConnector,
     PendingSave,
     extract_from_kv_cache,
@@ -86,4 +86,4 @@ def _fail(path: Path, reason: str) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.flatten().view(torch.uint8).numpy())
+    return memoryview(tensor.flatten().view(torch.uint8).numpy().data)

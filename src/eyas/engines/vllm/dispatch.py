@@ -18,7 +18,7 @@ from typing import Any
 
 from eyas import console
 from eyas.engines.vllm import files
-from eyas.engines.vllm.process import Worker, WorkerEnded
+from eyas.engines.vllm.process import Worker, WorkerEndError
 from eyas.errors import ServerError
 
 MAX_FAULTS = 3
@@ -115,7 +115,7 @@ class Dispatcher:
             self._look_for_files()
             if any(flight.answer is None for flight in self._flying.values()):
                 worker.check_moves()
-        except WorkerEnded as ended:
+        except WorkerEndError as ended:
             self._recover(ended)
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class Dispatcher:
             console.log(f"vllm: {job.key} once more: {reason}")
             self._wanted.appendleft(job)
 
-    def _recover(self, ended: WorkerEnded) -> None:
+    def _recover(self, ended: WorkerEndError) -> None:
         """After a death: what had landed is whole, what flew is sent again, to a new worker, after a pause."""
         assert self.worker is not None
         tail, log, self.worker = self.worker.tail(), self.worker.log, None

@@ -33,6 +33,7 @@ from eyas.errors import CaptureError, ConfigError, ServerError
 from eyas.plan.interpreter import VLLM_VARIABLE
 from eyas.target.load import TensorFiles
 
+COMMAND = ("-m", "eyas.engines.vllm.worker")
 WATCHDOG_S = 300
 LISTEN_S = 1.0
 FLYING_PER_SEQUENCE = 2
@@ -194,9 +195,8 @@ class VllmEngine:
 
     def _start_worker(self) -> Worker:
         assert self._states is not None
-        command = [self._python, "-m", "eyas.engines.vllm.worker"]
         settings = {"engine": self._engine_args(), "folder": str(self._states.path)}
-        worker = Worker(command, settings, self._patience_s)
+        worker = Worker([self._python, *COMMAND], settings, self._patience_s)
         console.log(f"vllm: starts {self._python}, log in {worker.log}")
         ready = worker.start()
         expected = {"vocab_size": self._target.vocab_size, "device": self._device.partition(":")[0]}
@@ -274,7 +274,7 @@ class VllmEngine:
         assert flight.path is not None
         try:
             captured = self._sample_of(files.read(flight.path), sample)
-        except (files.FileFault, OSError) as fault:
+        except (files.FileError, OSError) as fault:
             self._running().refuse(flight, str(fault))
             return None
         finally:
@@ -285,10 +285,10 @@ class VllmEngine:
         expected = (len(sample.input_ids), len(self._ids), self._target.hidden_size)
         shape = (found.num_rows, found.num_streams, found.width)
         if shape != expected:
-            raise files.FileFault(f"states of shape {shape} came, expected {expected} (tokens, streams, hidden)")
+            raise files.FileError(f"states of shape {shape} came, expected {expected} (tokens, streams, hidden)")
         ids_T = torch.frombuffer(found.ids, dtype=torch.int32).clone()
         if ids_T.tolist() != list(sample.input_ids):
-            raise files.FileFault("the token ids of its states are not its own")
+            raise files.FileError("the token ids of its states are not its own")
         states_TND = torch.frombuffer(found.states, dtype=DTYPES[found.dtype]).view(shape)
         places = [self._ids.index(boundary) for boundary in self._boundaries]
         last_TD = apply_final_norm(states_TND[:, -1], self._norm_D, self._target.final_norm)

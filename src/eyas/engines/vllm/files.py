@@ -25,7 +25,7 @@ HEADER_BYTES = 512
 """More than the header of any such file."""
 
 
-class FileFault(Exception):
+class FileError(Exception):
     """A file that is not what the request's states should be; its text says how."""
 
 
@@ -72,7 +72,7 @@ def write(path: Path, dtype: str, shape: Sequence[int], states: memoryview, ids:
         with part.open("wb", buffering=0) as file:
             for data in (memoryview(len(text).to_bytes(8, "little") + text), states, ids):
                 _write_all(file.fileno(), data)
-        os.rename(part, path)
+        os.replace(part, path)
     except OSError:
         part.unlink(missing_ok=True)
         raise
@@ -91,14 +91,14 @@ def write_failure(path: Path, reason: str) -> None:
     with contextlib.suppress(OSError):
         part = path.with_suffix(PART)
         part.write_text(reason)
-        os.rename(part, failed)
+        os.replace(part, failed)
 
 
 def read(path: Path) -> StatesFile:
     """Read a whole file and verify it.
 
     Raises:
-        FileFault: It is damaged, of another request, or no states file.
+        FileError: It is damaged, of another request, or no states file.
     """
     data = memoryview(bytearray(path.read_bytes()))
     try:
@@ -108,14 +108,14 @@ def read(path: Path) -> StatesFile:
         num_rows, num_streams, width = states["shape"]
         cut = begin + num_rows * num_streams * width * VALUE_BYTES[states["dtype"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise FileFault(f"{path.name} has a damaged header: {error!r}") from error
+        raise FileError(f"{path.name} has a damaged header: {error!r}") from error
     if meta["request"] != path.name.removesuffix(SUFFIX):
-        raise FileFault(f"{path.name} holds the states of request {meta['request']}")
+        raise FileError(f"{path.name} holds the states of request {meta['request']}")
     if len(data) != cut + num_rows * ID_BYTES or ids["shape"] != [num_rows]:
-        raise FileFault(f"{path.name} has {len(data):,} bytes, expected {cut + num_rows * ID_BYTES:,}")
+        raise FileError(f"{path.name} has {len(data):,} bytes, expected {cut + num_rows * ID_BYTES:,}")
     found = f"{zlib.crc32(data[begin:]):08x}"
     if found != meta["crc32"]:
-        raise FileFault(f"{path.name}: checksum {found}, its header says {meta['crc32']}")
+        raise FileError(f"{path.name}: checksum {found}, its header says {meta['crc32']}")
     return StatesFile(states["dtype"], num_rows, num_streams, width, data[begin:cut], data[cut:])
 
 

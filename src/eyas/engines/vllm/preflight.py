@@ -64,7 +64,7 @@ def more_arguments() -> dict[str, Any]:
 
 
 def check_target(target: TargetIdentity, boundaries: Sequence[int]) -> tuple[int, ...]:
-    """vLLM's ids of the streams to ask for: the boundaries, and the last layer's output at the end.
+    """The ids of the streams to ask vLLM for: the boundaries, and the last layer's output at the end.
 
     Raises:
         PlanError: A boundary does not exist.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -31,7 +32,7 @@ DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 """Unless the user's environment says otherwise. GiB; vLLM's own default takes most of a machine."""
 
 
-class WorkerEnded(Exception):
+class WorkerEndError(Exception):
     """The worker died, or was ended because it did not move; its text says how."""
 
 
@@ -81,7 +82,7 @@ class Worker:
         try:
             self.send(self._settings)
             return self._first_word()
-        except WorkerEnded as ended:
+        except WorkerEndError as ended:
             raise ServerError(f"vLLM did not start: {ended}\n{self.tail()}", f"the whole log: {self.log}") from ended
 
     def _first_word(self) -> dict[str, Any]:
@@ -98,7 +99,7 @@ class Worker:
         """Send one message.
 
         Raises:
-            WorkerEnded: It is gone, or reads nothing any more.
+            WorkerEndError: It is gone, or reads nothing any more.
         """
         try:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
@@ -111,7 +112,7 @@ class Worker:
         """Messages that came, waiting for the first so long.
 
         Raises:
-            WorkerEnded: It is gone.
+            WorkerEndError: It is gone.
         """
         if not select.select([self._socket], [], [], timeout_s)[0]:
             if self._process is not None and self._process.poll() is not None:
@@ -135,7 +136,7 @@ class Worker:
         """End it when it has been silent for too long.
 
         Raises:
-            WorkerEnded: It was.
+            WorkerEndError: It was.
         """
         if time.monotonic() - self.last_word_s > self._patience_s:
             self.end(f"no progress for {self._patience_s:g} s (EYAS_WATCHDOG_S)")
@@ -144,19 +145,17 @@ class Worker:
         """Kill the group and say why.
 
         Raises:
-            WorkerEnded: Always.
+            WorkerEndError: Always.
         """
         self.kill()
-        raise WorkerEnded(reason)
+        raise WorkerEndError(reason)
 
     def kill(self) -> None:
         """Kill the whole group; safe to call twice."""
         if self._process is None:
             return
-        try:
+        with contextlib.suppress(ProcessLookupError):  # the last of the group has gone by itself
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # the last of the group has gone by itself
         self._process.wait()
         self._process = None
         self._socket.close()

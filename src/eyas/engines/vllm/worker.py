@@ -79,8 +79,8 @@ def end_group() -> None:
 
 def start_engine(engine_args: dict[str, Any]) -> Any:
     """The engine, inside this process."""
-    from vllm import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm import EngineArgs  # pyright: ignore[reportMissingImports]
+    from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
 
     return LLMEngine.from_engine_args(EngineArgs(**engine_args))
 
@@ -91,7 +91,8 @@ def submit(engine: Any, message: dict[str, Any]) -> None:
     Raises:
         ValueError: vLLM refuses it.
     """
-    from vllm import SamplingParams
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+    from vllm.exceptions import VLLMClientError  # pyright: ignore[reportMissingImports]
 
     ids, name = message["ids"], message["submit"]
     config = engine.model_config
@@ -111,7 +112,10 @@ def submit(engine: Any, message: dict[str, Any]) -> None:
         detokenize=False,
         extra_args=extra,
     )
-    engine.add_request(name, {"prompt_token_ids": ids}, params)
+    try:
+        engine.add_request(name, {"prompt_token_ids": ids}, params)
+    except VLLMClientError as error:  # an Exception of its own kind
+        raise ValueError(str(error)) from error
 
 
 class Serving:
@@ -139,7 +143,7 @@ class Serving:
             wait, name = False, message["submit"]
             try:
                 submit(self._engine, message)
-            except (ValueError, TypeError) as error:  # VLLMValidationError is a ValueError
+            except (ValueError, TypeError) as error:
                 self._link.say(failed=name, reason=str(error))
 
     def _step(self) -> None:
