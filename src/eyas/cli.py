@@ -82,12 +82,13 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         "trainers (15), each with an environment below .eyas/bench/peers that the first run makes; the path of a python "
         "in EYAS_PEER_SPECULATORS or EYAS_PEER_SPECFORGE is taken instead. train-quality: tau beside them (hours on a CPU)",
     )
-    bench.add_argument(
-        "--peers",
-        default="speculators,specforge",
-        help="of train, train-quality: whom to measure, or none (%(default)s)",
-    )
+    peers_help = "of train, train-quality: whom to measure, or none (%(default)s)"
+    bench.add_argument("--peers", default="speculators,specforge", help=peers_help)
     bench.add_argument("--rounds", type=int, default=5, help="of train: passes over the data that count (%(default)s)")
+    device_help = (
+        "of train: on a CPU the states of this repository, on a GPU made-up ones of an 8B target (%(default)s)"
+    )
+    bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=device_help)
     bench.add_argument("--seeds", type=int, default=3, help="of train-quality: drafters of each trainer (%(default)s)")
     bench.add_argument("--jobs", type=int, default=1, help="of train-quality: peers side by side (%(default)s)")
 
@@ -215,7 +216,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     from eyas.ops.bench.run import run, table
 
     options = {
-        "train": {"peers": arguments.peers, "num_rounds": arguments.rounds},
+        "train": {"peers": arguments.peers, "num_rounds": arguments.rounds, "device": arguments.device},
         "train-quality": {"peers": arguments.peers, "num_seeds": arguments.seeds, "jobs": arguments.jobs},
     }
     figures = run(Path(), arguments.name, **options.get(arguments.name, {}))

@@ -59,11 +59,14 @@ class TrainConfig:
     """Tokens of one pack; documents stay whole and never see each other."""
     packs_per_step: int = 1
     """Packs of one optimizer step, dealt to all ranks; the loss is the mean over the rows of all of them."""
-    optimizer: str = "adamw"
-    """``adamw``, or ``muon`` for the matrices and AdamW for the rest."""
-    lr: float = 1e-3
+    optimizer: str = "muon"
+    """``muon`` for the hidden matrices and AdamW for the rest, or ``adamw`` for all."""
+    lr: float = 2e-3
+    """Of either optimizer, and measured for Muon: AdamW wants half of it."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's; the momentum of Muon is 0.95 always."""
     weight_decay: float = 0.0
+    """Of all matrices, by either optimizer; a step takes ``lr`` times this share of them."""
     warmup_steps: int = 20
     min_lr_share: float = 0.02
     """The cosine ends at this share of lr."""
@@ -92,7 +95,7 @@ class TrainConfig:
     max_damaged_samples: int = 0
     """Samples that may be left out because their states cannot be read; one more ends the run with an error."""
     seed: int = 0
-    revision: int = 3
+    revision: int = 4
     """Raise it when the trained bytes change on purpose."""
 
     def check(self) -> None:
@@ -135,7 +138,7 @@ class TrainConfig:
         inside = not self.warm_start.startswith(("/", "~")) and ".." not in self.warm_start.split("/")
         require(inside, "train.warm_start", self.warm_start, "a folder of the repository, relative to it")
         kept = not PurePosixPath(self.warm_start).is_relative_to(OUTPUT)
-        require(kept, "train.warm_start", self.warm_start, f"a copy of it: DVC empties {OUTPUT} before it trains")
+        require(kept, "train.warm_start", self.warm_start, f"a copy of it: training replaces {OUTPUT}")
         digits = "[0-9a-f]{64}" if self.warm_start else ""
         named = not self.warm_start_sha256 or re.fullmatch(digits, self.warm_start_sha256) is not None
         expected = "64 hex digits; empty without train.warm_start"

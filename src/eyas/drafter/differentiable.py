@@ -89,7 +89,8 @@ class _GatedLinearAdd(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RE: torch.Tensor) -> Any:  # type: ignore[override]
         gate_up_RX, weight_EI = ctx.saved_tensors
-        grad_gate_up_RX, active_RI = gate_backward(gate_up_RX, grad_RE @ weight_EI)
+        # detached: on a GPU the gradient is this very memory
+        grad_gate_up_RX, active_RI = gate_backward(gate_up_RX.detach(), grad_RE @ weight_EI)
         grad_weight_EI = add_weight_gradient(ctx.sink_EI, grad_RE, active_RI) if ctx.needs_input_grad[1] else None
         return grad_gate_up_RX, grad_weight_EI, grad_RE, None
 

@@ -11,13 +11,14 @@ Letters: T rows of the document, S draft steps, V target vocab.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from eyas.drafter.rows import rows_to_read
-from eyas.drafter.teacher import teacher_ids
+from eyas.drafter.teacher import TargetHead, teacher_ids
 
 if TYPE_CHECKING:
     from eyas.shards.reader import StoredStates
@@ -39,9 +40,24 @@ def target_argmax(stored: StoredStates, head_VD: torch.Tensor) -> np.ndarray:
     Raises:
         StoreError: A row that is asked is not stored.
     """
-    argmax_T = np.full(len(stored.input_ids_T), UNKNOWN, dtype=np.int64)
     rows_L = rows_to_read(stored).last_L
-    argmax_T[rows_L + 1] = teacher_ids(stored.last_TD[rows_L].to(head_VD.device), head_VD).cpu().numpy()
+    return _by_token(stored, rows_L, teacher_ids(stored.last_TD[rows_L].to(head_VD.device), head_VD).cpu())
+
+
+def target_argmaxes(documents: Sequence[StoredStates], head: TargetHead) -> list[np.ndarray]:
+    """``target_argmax`` of many documents, which a GPU is asked for together.
+
+    Raises:
+        StoreError: A row that is asked is not stored.
+    """
+    rows = [rows_to_read(stored).last_L for stored in documents]
+    ids = head.ids([stored.last_TD[rows_L] for stored, rows_L in zip(documents, rows, strict=True)])
+    return [_by_token(*one) for one in zip(documents, rows, ids, strict=True)]
+
+
+def _by_token(stored: StoredStates, rows_L: np.ndarray, ids_L: torch.Tensor) -> np.ndarray:
+    argmax_T = np.full(len(stored.input_ids_T), UNKNOWN, dtype=np.int64)
+    argmax_T[rows_L + 1] = ids_L.numpy()
     return argmax_T
 
 

@@ -41,7 +41,7 @@ GPU_CHUNK_MULTIPLE = 256
 
 
 class Workspace:
-    """Memory that every step uses again: fresh pages cost more than the arithmetic at this width."""
+    """Memory that every step uses again on a CPU: fresh pages cost more than the arithmetic at this width."""
 
     def __init__(self) -> None:
         self._memory: dict[str, torch.Tensor] = {}
@@ -53,6 +53,10 @@ class Workspace:
             self._memory.pop(name, None)
             self._memory[name] = memory = torch.empty(size, dtype=dtype, device=like.device)
         return memory[:size].view(rows, columns)
+
+    def clear(self) -> None:
+        """Let go of everything: a GPU's allocator hands the same memory to the backward pass."""
+        self._memory.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,8 +346,11 @@ def head_loss(
     logit_head_WE, teacher_WD = head.value.detach(), teacher_WD.to(head.value.dtype)
     if not head.value.is_cuda:  # torch has products of bfloat16 into float32 on CUDA alone
         logit_head_WE, teacher_WD = widened(logit_head_WE), widened(teacher_WD)
-    settings = _Settings(pack, head, logit_head_WE, teacher_WD, scales_S, workspace or Workspace(), objective)
+    workspace = workspace or Workspace()
+    settings = _Settings(pack, head, logit_head_WE, teacher_WD, scales_S, workspace, objective)
     total = _HeadLoss.apply(settings, values, head.value, *hidden)
+    if head.value.is_cuda:
+        workspace.clear()
     return total, _summed(values, pack) if values else None
 
 

@@ -74,7 +74,7 @@ def gate(gate_up_RX: torch.Tensor) -> torch.Tensor:
 
 
 def gate_backward(gate_up_RX: torch.Tensor, grad_RI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradient of ``[gate ; up]`` [R,2I], and the activation [R,I] once more."""
+    """Gradient of ``[gate ; up]`` [R,2I], and the activation [R,I] once more. A GPU writes them over the arguments."""
     if _on_gpu(gate_up_RX):
         from eyas.drafter.kernels.gate import gate_backward as on_gpu
 

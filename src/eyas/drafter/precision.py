@@ -38,6 +38,14 @@ def widened(x: torch.Tensor) -> torch.Tensor:
     return x.to(wide_dtype(x.dtype))
 
 
+def wide_product(x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """``x W^T`` [R,V] of factors of one dtype, in the wide dtype of theirs: sums are not rounded to bfloat16."""
+    wide = wide_dtype(weight_VD.dtype)
+    if weight_VD.dtype != wide and weight_VD.is_cuda:  # torch has it on CUDA alone
+        return torch.mm(x_RD, weight_VD.t(), out_dtype=wide)
+    return torch.mm(widened(x_RD), widened(weight_VD).t())
+
+
 def reduced_dtype() -> torch.dtype | None:
     """bf16 inside ``matmul_dtype("bfloat16")``, None elsewhere."""
     return _active

@@ -203,7 +203,9 @@ def _check(document: Document) -> None:
             raise DataError(f"{name} has shape {tuple(tensor.shape)}, expected {T} tokens as in ids_T")
 
 
-def pack_documents(documents: Sequence[Document], ttt_steps: int, multiple: int = 1, anchors: int = 0) -> Pack:
+def pack_documents(
+    documents: Sequence[Document], ttt_steps: int, multiple: int = 1, anchors: int = 0, pinned: bool = False
+) -> Pack:
     """Lay documents side by side and order the rows that run.
 
     Args:
@@ -213,6 +215,7 @@ def pack_documents(documents: Sequence[Document], ttt_steps: int, multiple: int 
             document sees and rows that do not train. A matrix product of a new size costs its library
             milliseconds and megabytes to prepare, so a trainer wants few sizes.
         anchors: Most rows of a document that train, see ``drafter.anchors``; 0 trains all.
+        pinned: States are joined in pinned memory, from which a GPU copies them.
 
     Raises:
         DataError: A document's tensors disagree in length or rank.
@@ -230,6 +233,7 @@ def pack_documents(documents: Sequence[Document], ttt_steps: int, multiple: int 
         num_oov=sum(num_oov for _, num_oov, _ in chosen),
         num_in_span=sum(num_in_span for _, _, num_in_span in chosen),
         multiple=multiple,
+        pinned=pinned,
     )
 
 
@@ -243,6 +247,7 @@ def plan_pack(
     num_oov: int = 0,
     num_in_span: int = 0,
     multiple: int = 1,
+    pinned: bool = False,
 ) -> Pack:
     """A pack of documents whose trained (row, step) pairs are given; ``pack_documents`` decides them.
 
@@ -255,6 +260,7 @@ def plan_pack(
         num_oov: For the record.
         num_in_span: Likewise.
         multiple: See ``pack_documents``.
+        pinned: Likewise.
     """
     T, S = trains_TS.shape
     reach_T = steps_to_run_T(trains_TS)
@@ -271,8 +277,8 @@ def plan_pack(
     reads = _plan_reads(rows_R, num_rows, T, T + num_padding)
     return Pack(
         ids_T=_padded([ids_T], num_padding),
-        aux_TAD=_padded(aux_TAD, num_padding),
-        last_TD=_padded(last_TD, num_padding),
+        aux_TAD=_padded(aux_TAD, num_padding, pinned),
+        last_TD=_padded(last_TD, num_padding, pinned),
         positions_T=_padded([torch.arange(length) for length in lengths], num_padding),
         documents=spans,
         rows_R=rows_R,
@@ -329,7 +335,11 @@ def _filled(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def _padded(parts: Sequence[torch.Tensor], num_padding: int) -> torch.Tensor:
+def _padded(parts: Sequence[torch.Tensor], num_padding: int, pinned: bool = False) -> torch.Tensor:
     """Parts in a row, then zeros."""
     first = parts[0]
-    return torch.cat([*parts, first.new_zeros(num_padding, *first.shape[1:])])
+    padded = [*parts, first.new_zeros(num_padding, *first.shape[1:])]
+    if not pinned:
+        return torch.cat(padded)
+    size = sum(map(len, padded)), *first.shape[1:]
+    return torch.cat(padded, out=torch.empty(size, dtype=first.dtype, pin_memory=True))

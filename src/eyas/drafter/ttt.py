@@ -20,9 +20,12 @@ from eyas.drafter.differentiable import norm_linear
 from eyas.drafter.layer import finish_layer, finish_step, fuse, project_embedding
 from eyas.drafter.model import Drafter
 from eyas.drafter.pointwise import Rotation
-from eyas.drafter.precision import wide_dtype
+from eyas.drafter.precision import wide_dtype, wide_product
 from eyas.drafter.rows import Pack
 from eyas.drafter.weights import LayerWeights, plain_weights
+
+DRAFT_LOGITS = 1 << 24
+"""Logits that a GPU has in memory at a time when it drafts: 64 MiB in float32."""
 
 
 class _TakeRows(torch.autograd.Function):
@@ -118,6 +121,14 @@ def draft_tokens(drafter: Drafter, pack: Pack, weights: LayerWeights | None = No
     weights = weights or plain_weights(drafter)
     ids_RS = torch.full((len(pack.rows_R), len(pack.num_rows)), -1)
     for k, normed_RE in enumerate(unroll(drafter, pack, weights=weights)):
-        draft_ids_R = F.linear(normed_RE, weights.head.value).argmax(-1)
+        draft_ids_R = _draft_ids(normed_RE, weights.head.value)
         ids_RS[: len(normed_RE), k] = drafter.target_ids(draft_ids_R.to(drafter.d2t.device)).cpu()
     return ids_RS.masked_fill(~pack.trains_RS.cpu(), -1)
+
+
+def _draft_ids(normed_RE: torch.Tensor, head_WE: torch.Tensor) -> torch.Tensor:
+    """Argmax [R] of the logits; on a GPU of float32 ones, for bfloat16 has too many ties, and of some rows at a time."""
+    if not normed_RE.is_cuda:
+        return F.linear(normed_RE, head_WE).argmax(-1)
+    parts = normed_RE.split(max(1, DRAFT_LOGITS // len(head_WE)))
+    return torch.cat([wide_product(part_RE, head_WE).argmax(-1) for part_RE in parts])

@@ -10,6 +10,7 @@ import torch
 from eyas.contracts import TokenSample
 from eyas.engines.base import CapturedSample
 from eyas.errors import CaptureError
+from eyas.shards.values import row_faults
 
 
 def check_sample(sample: TokenSample, vocab_size: int, context: int) -> None:
@@ -67,14 +68,12 @@ def _check_ids(name: str, ids_T: torch.Tensor, sample: TokenSample) -> None:
 
 
 def _check_values(what: str, states_TD: torch.Tensor) -> None:
-    # The sum of magnitudes per row is not finite when any value is not, and zero when all are.
-    magnitude_T = states_TD.abs().sum(dim=1, dtype=torch.float32)
-    broken = (~magnitude_T.isfinite()).nonzero()
-    if len(broken):
-        at = int(broken[0])
+    broken_T, empty_T = row_faults(states_TD)
+    if broken_T.any():
+        at = int(broken_T.nonzero()[0])
         channel = int((~states_TD[at].isfinite()).nonzero()[0])
         value = float(states_TD[at, channel])
         raise CaptureError(f"{what}: {value} at token {at}, channel {channel}, expected finite values")
-    empty = (magnitude_T == 0).nonzero()
-    if len(empty):
-        raise CaptureError(f"{what}: token {int(empty[0])} is all zero, {len(empty)} such tokens, expected none")
+    if empty_T.any():
+        first, number = int(empty_T.nonzero()[0]), int(empty_T.sum())
+        raise CaptureError(f"{what}: token {first} is all zero, {number} such tokens, expected none")

@@ -28,8 +28,10 @@ from eyas.ops.published import MANIFEST, OUTS, PLAN, STATES, Planned, Published
 from eyas.plan.cache import cache_object, hashes, locked_stage, object_finder, read_yaml
 from eyas.shards import handover
 from eyas.shards.handover import HOME, LOCK_NAME
+from eyas.train import finished
 
 EXTRACT = ("dvc", "repro", "extract")
+DRAFTER = "models/drafter"
 FORCE_HINT = "`make extract FORCE=1` goes on all the same"
 
 
@@ -59,7 +61,7 @@ def run(root: Path, command: Sequence[str], *, force: bool) -> int:
         Exit code of what was run; 0 when nothing had to be.
 
     Raises:
-        ConfigError: A parameter is wrong: DVC would empty a stage's outputs before the stage itself could say so.
+        ConfigError: A parameter is wrong: told before DVC starts a stage.
         StoreError: Finished states would be wiped, or are damaged.
         EyasError: An extraction runs; DVC failed.
     """
@@ -84,11 +86,14 @@ def run(root: Path, command: Sequence[str], *, force: bool) -> int:
 
 
 def settle(root: Path) -> list[str]:
-    """After DVC's success: give up the spools that it holds now, and note its state for the next look.
+    """After DVC's success: give up spools and finished trainings that it holds now, and note its state for the next look.
 
     Returns:
         Identities of the spools that were removed.
     """
+    finished.settle(
+        root / HOME / "train", hashes(locked_stage(root, "train"), "outs").get(DRAFTER), object_finder(root)
+    )
     with _lock(root):
         settled = _settle_spools(root)
         published = store.read_published(root / MANIFEST)

@@ -35,6 +35,7 @@ from eyas.shards.reader import (
     read_scales,
     shard_codec,
 )
+from eyas.shards.values import row_faults
 from eyas.shards.writer import stored_sample
 
 CHUNK_BYTES = 4 << 20
@@ -320,14 +321,13 @@ def _bad_values(boundaries: tuple[int, ...], stored: StoredStates) -> Iterator[s
     ]
     last_LD = stored.last_TD if len(last_rows) == len(stored.last_TD) else stored.last_TD[last_rows]
     for name, states_TD, rows in (*streams, ("last", last_LD, last_rows)):
-        # A row's sum of magnitudes is not finite when any value is not, and zero when all are.
-        magnitude_T = states_TD.abs().sum(dim=1, dtype=torch.float32)
-        bad = ~torch.isfinite(states_TD) if not magnitude_T.isfinite().all() else torch.zeros(0, dtype=torch.bool)
-        if bad.any():
+        broken_T, empty_T = row_faults(states_TD)
+        if broken_T.any():
+            bad = ~torch.isfinite(states_TD)
             row, channel = bad.nonzero()[0].tolist()
             value = float(states_TD[row, channel])
             yield f"{name}: {value} at token {rows[row]}, channel {channel} ({int(bad.sum()):,} values not finite)"
-        empty = (magnitude_T == 0).nonzero().flatten()
+        empty = empty_T.nonzero().flatten()
         if len(empty):
             yield f"{name}: {len(empty):,} of {len(states_TD):,} rows are zero, the first is token {rows[empty[0]]}"
 

@@ -14,7 +14,7 @@ from eyas.shards.reader import ShardReader
 from eyas.stages import common
 from eyas.target.load import require_device
 from eyas.target.locate import ensure
-from eyas.train.distributed import open_world
+from eyas.train.distributed import open_world, same_on_all, told_once
 from eyas.train.loop import Outcome
 from eyas.train.run import Inputs, train
 
@@ -24,12 +24,18 @@ RUNS_ROOT = Path(".eyas/train")
 
 def main(argv: Sequence[str]) -> None:
     """Train a drafter and print its last metrics; one of several processes when ``torchrun`` started them."""
-    target, draft_vocab, states, manifest_path, output, metrics = common.paths("train", NAMES, argv)
-    params = config.load()
-    require_device("train.device", params.train.device)
-    with open_world(params.train.device, params.train.packs_per_step) as world:
+    with told_once():
+        _main(argv)
+
+
+def _main(argv: Sequence[str]) -> None:
+    with same_on_all():
+        target, draft_vocab, states, manifest_path, output, metrics = common.paths("train", NAMES, argv)
+        params = config.load()
+        require_device("train.device", params.train.device)
         identity = fs.read_record(TargetIdentity, target)
         manifest = fs.read_record(ShardManifest, manifest_path)
+    with open_world(params.train.device, params.train.packs_per_step) as world:
         world.on_first(lambda: ensure(identity, params.target) and None)
         inputs = Inputs(
             identity=identity,
@@ -45,8 +51,9 @@ def main(argv: Sequence[str]) -> None:
             return
         with common.stage_run("train", [target, draft_vocab, manifest_path], [output]) as run:
             meta, outcome = train(inputs, RUNS_ROOT, output, metrics, world)
-            run.num_tokens, run.facts = outcome.num_tokens, _facts(outcome, world.size, params.train)
-    _show(meta, outcome, metrics, output, params.train.loss)
+            run.num_tokens, run.work_s = outcome.num_tokens, outcome.seconds
+            run.facts = _facts(outcome, world.size, params.train)
+    _show(meta, outcome, metrics, output, params.train)
 
 
 def _facts(outcome: Outcome, num_processes: int, settings: TrainConfig) -> dict[str, Any]:
@@ -65,20 +72,20 @@ def _facts(outcome: Outcome, num_processes: int, settings: TrainConfig) -> dict[
     return facts
 
 
-def _show(meta: CheckpointMeta, outcome: Outcome, metrics: Path, output: Path, loss: str) -> None:
+def _show(meta: CheckpointMeta, outcome: Outcome, metrics: Path, output: Path, settings: TrainConfig) -> None:
     last = fs.read_json(metrics / "metrics.json")
     rows = [
         [f"step {k}", last["loss"][f"step_{k}"], last["accuracy"][f"step_{k}"], last["alpha"][f"step_{k}"]]
         for k in range(meta.ttt_steps)
         if f"step_{k}" in last["loss"]
     ]
-    console.emit(console.table(rows, ["TTT", loss.upper(), "accuracy", "alpha"]))
+    console.emit(console.table(rows, ["TTT", settings.loss.upper(), "accuracy", "alpha"]))
     if "validation" in last:
         console.emit(f"validation: tau {last['validation']['tau']}")
     if outcome.best is not None:
         console.emit(f"published: the weights of step {outcome.best.step:,}, tau {outcome.best.tau}")
     console.emit(
-        f"{meta.num_steps:,} steps, {outcome.num_epochs:.1f} epochs, {meta.num_trained_rows:,} trained rows → {output}"
+        f"{settings.num_steps:,} steps, {outcome.num_epochs:.1f} epochs, {outcome.num_trained_rows:,} trained rows → {output}"
     )
 
 

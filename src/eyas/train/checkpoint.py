@@ -3,10 +3,11 @@
     .eyas/train/<run key>/step-00000500.safetensors   float32 weights and moments: one entry per parameter
     .eyas/train/<run key>/best-00000400.safetensors   the weights of the best validation, with ``keep: best``
     .eyas/train/<run key>/state.json                  written last: step, cursor, history, SHA-256 of the files
+    .eyas/train/<run key>/finished/                   results that DVC has not recorded yet, see ``finished``
     models/drafter/drafter.safetensors                float32 weights, d2t, t2d; no embedding
     models/drafter/checkpoint.json                    CheckpointMeta, written last
 
-The resumable state lies outside DVC's outs, because DVC empties those before a run. Its folder is named by
+The resumable state lies outside DVC's outs, which are replaced as a whole when a run ends. Its folder is named by
 the run key (all that decides the result), so a state of other data or parameters is never found. A tensor
 file that no ``state.json`` names is a left-over of a crash and is ignored. Nothing in it knows how many processes
 wrote it.
@@ -15,7 +16,6 @@ wrote it.
 from __future__ import annotations
 
 import shlex
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from eyas.batches.order import Cursor
 from eyas.contracts import CheckpointMeta, FileDigest
 from eyas.drafter.model import Drafter
 from eyas.errors import DiskError, StoreError, TrainError
+from eyas.train.finished import BestStep
 from eyas.train.tensor_file import write_tensors
 
 WEIGHTS_NAME, META_NAME, STATE_NAME = "drafter.safetensors", "checkpoint.json", "state.json"
@@ -45,11 +46,9 @@ class MetricRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Best:
+class Best(BestStep):
     """The best validation so far and its weights."""
 
-    step: int
-    tau: float
     tensors: FileDigest
 
 
@@ -149,7 +148,7 @@ class RunFolder:
         )
         if not others:
             return "`make budget` shows what could go; "
-        size_bytes = sum(path.stat().st_size for folder in others for path in folder.iterdir())
+        size_bytes = sum(path.stat().st_size for folder in others for path in folder.iterdir() if path.is_file())
         command = f"rm -r {shlex.join(map(str, others))}"
         return f"`{command}` frees {console.human_bytes(size_bytes)} of trainings that did not end; "
 
@@ -162,9 +161,10 @@ class RunFolder:
                 path.unlink()
 
     def remove(self) -> None:
-        """Forget the run: ``state.json`` first, so that a crash in between leaves nothing to resume."""
+        """Forget the state: ``state.json`` first, so that a crash in between leaves nothing to resume."""
         (self.folder / STATE_NAME).unlink(missing_ok=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for path in self.folder.glob("*.safetensors*"):
+            path.unlink()
 
 
 def by_parameter(flat: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:

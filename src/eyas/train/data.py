@@ -14,8 +14,9 @@ import torch
 
 from eyas.batches.loader import Reader, training_samples
 from eyas.drafter.anchors import anchor_key
-from eyas.drafter.judged import UNKNOWN, target_argmax
+from eyas.drafter.judged import UNKNOWN, target_argmaxes
 from eyas.drafter.rows import Document, Pack, pack_documents, rows_to_read
+from eyas.drafter.teacher import TargetHead
 from eyas.errors import DataError, StoreError, TrainError
 from eyas.shards.reader import StoredStates
 
@@ -55,7 +56,7 @@ class Packer:
     The first epoch pays for the full-vocab product; a bit per token stays in memory (21 M tokens: 21 MB).
 
     Args:
-        head_VD: The target's head, float32, on the training device.
+        head: The target's head; packs are made for its device.
         t2d_V: Bool, target ids in the draft vocab.
         embedding_VE: The target's embedding, on the host; packs for another device carry their rows of it.
         anchors: Most rows of a sample that train, see ``drafter.anchors``; 0 trains all.
@@ -63,9 +64,9 @@ class Packer:
     """
 
     def __init__(
-        self, head_VD: torch.Tensor, t2d_V: torch.Tensor, embedding_VE: torch.Tensor, anchors: int = 0, seed: int = 0
+        self, head: TargetHead, t2d_V: torch.Tensor, embedding_VE: torch.Tensor, anchors: int = 0, seed: int = 0
     ) -> None:
-        self._head_VD, self._t2d_V, self._embedding_VE = head_VD, t2d_V.cpu(), embedding_VE
+        self._head, self._t2d_V, self._embedding_VE = head, t2d_V.cpu(), embedding_VE
         self._all_known, self._anchors, self._seed = bool(t2d_V.all()), anchors, seed
         self._in_vocab: dict[str, torch.Tensor] = {}
 
@@ -81,11 +82,24 @@ class Packer:
             mask_oov: Rows whose teacher's argmax is out of vocab do not train.
         """
         anchors = 0 if step is None else self._anchors
+        if mask_oov and not self._all_known:
+            self.argmaxes([stored for stored in documents if stored.sample.sample_id not in self._in_vocab])
         whole = [self._document(stored, step, mask_oov) for stored in documents]
-        pack = pack_documents(whole, ttt_steps, FILL_MULTIPLE, anchors)
-        if self._head_VD.is_cuda:
+        on_gpu = self._head.device.type == "cuda"
+        pack = pack_documents(whole, ttt_steps, FILL_MULTIPLE, anchors, pinned=on_gpu)
+        if on_gpu:
             pack = pack.with_embedding(self._embedding_VE).map(torch.Tensor.pin_memory)
         return pack
+
+    def argmaxes(self, documents: Sequence[StoredStates]) -> list[np.ndarray]:
+        """The target's choices, see ``judged.target_argmaxes``; which of them are in the draft vocab is remembered."""
+        found = target_argmaxes(documents, self._head) if documents else []
+        for stored, argmax in zip(documents, found, strict=True):
+            in_vocab_T, argmax_T = torch.ones(len(argmax), dtype=torch.bool), torch.from_numpy(argmax)
+            judged_T = (argmax_T != UNKNOWN).nonzero()[:, 0]
+            in_vocab_T[judged_T - 1] = self._t2d_V[argmax_T[judged_T]]
+            self._in_vocab[stored.sample.sample_id] = in_vocab_T
+        return found
 
     def _document(self, stored: StoredStates, step: int | None, mask_oov: bool) -> Document:
         return Document(
@@ -93,22 +107,9 @@ class Packer:
             mask_T=stored.loss_mask_T,
             aux_TAD=stored.aux_TAD,
             last_TD=stored.last_TD,
-            in_vocab_T=self._known(stored) if mask_oov and not self._all_known else None,
+            in_vocab_T=self._in_vocab[stored.sample.sample_id] if mask_oov and not self._all_known else None,
             anchor_key="" if step is None else anchor_key(self._seed, step, stored.sample.sample_id),
         )
-
-    def _known(self, stored: StoredStates) -> torch.Tensor:
-        sample_id = stored.sample.sample_id
-        if sample_id not in self._in_vocab:
-            self._in_vocab[sample_id] = self._look(stored)
-        return self._in_vocab[sample_id]
-
-    def _look(self, stored: StoredStates) -> torch.Tensor:
-        in_vocab_T = torch.ones(len(stored.input_ids_T), dtype=torch.bool)
-        argmax_T = torch.from_numpy(target_argmax(stored, self._head_VD))
-        judged_T = (argmax_T != UNKNOWN).nonzero()[:, 0]
-        in_vocab_T[judged_T - 1] = self._t2d_V[argmax_T[judged_T]]
-        return in_vocab_T
 
 
 def calibration_slice(reader: Reader) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -18,6 +19,15 @@ import torch.distributed as dist
 from eyas.errors import ConfigError, EyasError, TrainError
 
 Value = TypeVar("Value")
+EXIT_CODE = 2
+"""Of a process that met a user error."""
+LAST_WORDS_S = 2.0
+"""``torchrun`` ends all processes at the first that ends: whoever has nothing to say goes after the one who has."""
+
+
+class ToldElsewhereError(TrainError):
+    """Another rank tells the user."""
+
 
 # newer versions of torch name both anew; 2.11 has the old names alone
 _reduce_scatter: Callable[[torch.Tensor, torch.Tensor], Any] = (
@@ -38,6 +48,8 @@ class World:
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        if device.type == "cuda" and device.index is None:  # threads are told their device by its index
+            device = torch.device("cuda", torch.cuda.current_device())
         self.rank, self.size, self.device = rank, size, device
         self._control: Any = dist.new_group(backend="gloo") if size > 1 else None
         self._data: Any = dist.new_group(backend="gloo") if size > 1 else None
@@ -55,11 +67,16 @@ class World:
             with self._together():
                 dist.all_reduce(tensor)
 
-    def send_first_(self, tensor: torch.Tensor) -> None:
-        """Give every rank the first one's values."""
+    def sum_on_(self, tensor: torch.Tensor, rank: int) -> None:
+        """Replace a tensor of one rank by its sum over ranks; what the others have after is undefined."""
+        with self._together():
+            dist.reduce(tensor, rank)
+
+    def send_(self, tensor: torch.Tensor, rank: int) -> None:
+        """Give every rank the values of one."""
         if self.size > 1:
             with self._together():
-                dist.broadcast(tensor, 0)
+                dist.broadcast(tensor, rank)
 
     def sum_part(self, tensor_X: torch.Tensor, out_Y: torch.Tensor) -> None:
         """Sum over ranks of this rank's part of a tensor: X = ranks · Y."""
@@ -104,7 +121,7 @@ class World:
         if failed is not None:
             raise failed
         if told is not None:
-            raise TrainError(f"rank 0: {told[0]}", told[1])
+            raise ToldElsewhereError(f"rank 0: {told[0]}", told[1])
         return result  # type: ignore[return-value]
 
     @contextlib.contextmanager
@@ -127,7 +144,7 @@ def open_world(device: str, packs_per_step: int) -> Iterator[World]:
         ConfigError: There are more processes than packs in a step.
     """
     size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = _local_rank()
     place = torch.device("cuda", local_rank) if device == "cuda" else torch.device(device)
     if place.type == "cuda":
         torch.cuda.set_device(place)
@@ -135,13 +152,47 @@ def open_world(device: str, packs_per_step: int) -> Iterator[World]:
         yield World(0, 1, place)
         return
     if packs_per_step < size:
-        raise ConfigError(
-            f"train.packs_per_step: {packs_per_step}, expected at least the number of processes: {size}",
-            f"set train.packs_per_step to {size} or a multiple of it; it decides the result, the processes do not",
-        )
+        with same_on_all():
+            raise ConfigError(
+                f"train.packs_per_step: {packs_per_step}, expected at least the number of processes: {size}",
+                f"set train.packs_per_step to {size} or a multiple of it; it decides the result, the processes do not",
+            )
     dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
     try:
         yield World(int(os.environ["RANK"]), size, place)
     finally:
         with contextlib.suppress(RuntimeError):  # a lost peer has been told of already
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def same_on_all() -> Iterator[None]:
+    """Around what every process of a host finds alike: the first of the host tells its errors.
+
+    Raises:
+        ToldElsewhereError: An error, in any process but that one.
+    """
+    try:
+        yield
+    except EyasError as error:
+        if _local_rank():
+            raise ToldElsewhereError(error.message, error.hint) from None
+        raise
+
+
+@contextlib.contextmanager
+def told_once() -> Iterator[None]:
+    """Around a whole process: what another rank tells ends this one with the same exit code and no word.
+
+    Raises:
+        SystemExit: Instead of ``ToldElsewhereError``.
+    """
+    try:
+        yield
+    except ToldElsewhereError:
+        time.sleep(LAST_WORDS_S)
+        raise SystemExit(EXIT_CODE) from None
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +28,13 @@ from eyas.drafter.loss import Measured, Workspace, ttt_loss
 from eyas.drafter.model import Drafter
 from eyas.drafter.objective import Objective
 from eyas.drafter.precision import matmul_dtype, product_dtype
+from eyas.drafter.rows import Pack
+from eyas.drafter.teacher import TargetHead
 from eyas.drafter.weights import FlatWeights
 from eyas.train.checkpoint import Best, MetricRow, RunFolder, RunState, by_parameter
 from eyas.train.data import Packer, check_states
 from eyas.train.distributed import World
+from eyas.train.finished import BestStep
 from eyas.train.metrics import MetricLog, Pending, Terminal, Window
 from eyas.train.optimizer import Optimizer
 from eyas.train.packs import Placer, StepData, StepSource, check_damage, made_ahead, named
@@ -55,8 +59,10 @@ class Outcome:
     resumed_at: int
     damaged: dict[str, str]
     """Samples left out, and why."""
-    best: Best | None
+    best: BestStep | None
     """The validation whose weights are published, with ``keep: best``."""
+    seconds: float
+    """Of this process, without validations."""
 
 
 class Trainer:
@@ -84,16 +90,15 @@ class Trainer:
     ) -> None:
         self.config, self.reader, self.run_folder, self.world = config, reader, run, world
         self._training, validation = split_samples(reader.samples, config.validation_share, config.seed)
-        dtype = product_dtype(world.device, config.dtype)
-        self._teacher_WD = draft_head(head_VD.float(), drafter.d2t).to(world.device, dtype)
-        head_VD = head_VD.float().to(world.device)
-        self.drafter = _placed(drafter, world.device).train()
+        self.drafter = drafter.train()
         self.drafter.lm_head.weight.requires_grad_(config.train_head)
-        self.weights = FlatWeights(self.drafter, dtype)
-        world.send_first_(self.weights.master_P)
+        # what is frozen, embedding and head, stays in host memory: products have a copy, packs carry what they need
+        self.weights = FlatWeights(self.drafter, product_dtype(world.device, config.dtype), world.device)
+        world.send_(self.weights.master_P, 0)
+        self._teacher_WD = teacher_of(self.drafter, self.weights, head_VD)
         self._optimizer = Optimizer(self.weights, config, world)
         self._packer = Packer(
-            head_VD,
+            TargetHead(head_VD, world.device),
             drafter.t2d,
             drafter.embed_tokens.weight,  # type: ignore[arg-type]
             config.anchors,
@@ -104,6 +109,7 @@ class Trainer:
         self._window, self._pending = Window(), Pending()
         self._step, self._cursor, self._num_trained_rows, self._num_tokens = 0, Cursor(), 0, 0
         self._damaged: dict[str, str] = {}
+        self._validation_s = 0.0
         self._best: Best | None = None
         self._stop_signal = 0
         self._validator = None
@@ -114,7 +120,6 @@ class Trainer:
                 config.batch_tokens,
                 config.ttt_steps,
                 self._packer,
-                head_VD,
                 self._teacher_WD,
                 world,
                 self._objective,
@@ -130,13 +135,11 @@ class Trainer:
         if state is None:
             self.weights.refresh()
             return []
-        for kind in ("weight", *self._optimizer.state_names):
-            whole_P = torch.zeros_like(self.weights.master_P)
+        self._read(state.tensors.path, "weight", self.weights.master_P)
+        whole_P = torch.zeros_like(self.weights.master_P)
+        for kind in self._optimizer.state_names:
             self._read(state.tensors.path, kind, whole_P)
-            if kind == "weight":
-                self.weights.master_P.copy_(whole_P)
-            else:
-                self._optimizer.restore(kind, whole_P)
+            self._optimizer.restore(kind, whole_P)
         self.weights.refresh()
         self._step, self._cursor, self._num_trained_rows = state.step, state.cursor, state.num_trained_rows
         self._window, self._damaged, self._best = Window.from_plain(state.window), dict(state.damaged), state.best
@@ -158,7 +161,7 @@ class Trainer:
         """Fill a flat tensor with one kind of a file's values on every rank."""
         places = dict(by_parameter({kind: whole_P}, self.weights.views))
         self.world.on_first(lambda: read_into(self.run_folder.folder / path, places))
-        self.world.send_first_(whole_P)
+        self.world.send_(whole_P, 0)
 
     def save(self) -> None:
         """Write the resumable state of this moment."""
@@ -202,7 +205,7 @@ class Trainer:
             DiskError: There is no room for a checkpoint.
             KeyboardInterrupt: Ctrl-C or SIGTERM; the state was saved.
         """
-        config, world, resumed_at = self.config, self.world, self._step
+        config, world, resumed_at, begin_s = self.config, self.world, self._step, time.monotonic()
         order = order_of(self.reader, self._training, config.batch_tokens, config.seed)
         packs_per_epoch = max(1, len(order.epoch(0)))
         loader = BatchLoader(
@@ -219,7 +222,8 @@ class Trainer:
         self._log.close()
         epochs = self._cursor.epoch + self._cursor.batch / packs_per_epoch
         damaged = dict(sorted(self._damaged.items()))
-        return Outcome(self._num_trained_rows, self._num_tokens, epochs, resumed_at, damaged, self._best)
+        seconds = time.monotonic() - begin_s - self._validation_s
+        return Outcome(self._num_trained_rows, self._num_tokens, epochs, resumed_at, damaged, self._best, seconds)
 
     def _source(self, loader: BatchLoader) -> StepSource:
         config = self.config
@@ -245,18 +249,8 @@ class Trainer:
             assert coming is not None
             pack = coming.take()
             coming = self._placer(data.packs[number + 1]) if number + 1 < len(data.packs) else None
-            total, values = ttt_loss(
-                self.drafter,
-                pack,
-                self._teacher_WD,
-                self.config.step_decay,
-                weights=self.weights,
-                num_trained_S=data.num_trained_S,
-                measure=measure,
-                workspace=self._workspace,
-                objective=self._objective,
-            )
-            total.backward()
+            values = self._add_gradients(pack, data.num_trained_S, measure)
+            del pack  # or it would stay on the device beside the next one's activations
             measured += [values] if values else []
         self._optimizer.step(self._step, self._rate(self._step))
         if measure:
@@ -266,6 +260,22 @@ class Trainer:
         self._num_trained_rows += sum(data.num_trained_S)
         self._num_tokens += data.num_tokens
         self._count_damage(dict(data.damaged))
+
+    def _add_gradients(self, pack: Pack, num_trained_S: tuple[int, ...], measure: bool) -> Measured | None:
+        """Forward and backward of one pack; nothing of its graph lives on."""
+        total, values = ttt_loss(
+            self.drafter,
+            pack,
+            self._teacher_WD,
+            self.config.step_decay,
+            weights=self.weights,
+            num_trained_S=num_trained_S,
+            measure=measure,
+            workspace=self._workspace,
+            objective=self._objective,
+        )
+        total.backward()
+        return values
 
     def _rate(self, step: int) -> float:
         config = self.config
@@ -306,16 +316,20 @@ class Trainer:
     def _validate(self, validator: Validator) -> None:
         """Judge the weights; keep them when none were better."""
         self._optimizer.settle()
+        begin_s = time.monotonic()
         values, damaged = validator(self.drafter, self.weights)
+        seconds = time.monotonic() - begin_s
+        self._validation_s += seconds
         self._count_damage(damaged)
         self._log.log(self._step, values)
-        self._terminal.validated(values)
+        self._terminal.validated(values, seconds)
         tau = values["validation/tau"]
         if self.config.keep == "best" and (self._best is None or tau > self._best.tau):
             flat = {"weight": self.weights.master_P}
             name, views = f"best-{self._step:08d}", self.weights.views
             tensors = self.world.on_first(lambda: self.run_folder.save_tensors(name, by_parameter(flat, views)))
-            self._best = Best(step=self._step, tau=tau, tensors=tensors)
+            rows = self._num_trained_rows
+            self._best = Best(step=self._step, num_trained_rows=rows, tau=tau, tensors=tensors)
 
     def _count_damage(self, damaged: dict[str, str]) -> None:
         for sample_id, reason in damaged.items():
@@ -332,13 +346,13 @@ class Trainer:
         self._stop_signal = signal_number
 
 
-def _placed(drafter: Drafter, device: torch.device) -> Drafter:
-    """The drafter on its device; the frozen embedding stays on the host, packs carry what they need of it."""
-    embedding_VE = drafter.embed_tokens.weight
-    drafter.embed_tokens.register_buffer("weight", embedding_VE[:0], persistent=False)  # type: ignore[index]
-    drafter = drafter.to(device)
-    drafter.embed_tokens.register_buffer("weight", embedding_VE, persistent=False)  # type: ignore[arg-type]
-    return drafter
+def teacher_of(drafter: Drafter, weights: FlatWeights, head_VD: torch.Tensor) -> torch.Tensor:
+    """The target head's rows of the draft vocab where products read them: the frozen head itself when it holds them."""
+    rows_WD, head = draft_head(head_VD, drafter.d2t.cpu()), weights.products().head
+    own_WE = drafter.lm_head.weight
+    if head.sink is None and torch.equal(own_WE, rows_WD.to(own_WE.device)):
+        return head.value
+    return rows_WD.to(head.value.device, head.value.dtype)
 
 
 @contextlib.contextmanager

@@ -158,14 +158,15 @@ class Terminal:
     def __init__(self, num_steps: int, step: int, quiet: bool) -> None:
         self._num_steps, self._quiet = num_steps, quiet
         self._first = self._last = (step, 0, time.monotonic())
-        self._tau = ""
+        self._tau, self._validation_s = "", 0.0
 
-    def validated(self, values: Mapping[str, float]) -> None:
-        """Show this validation from now on."""
+    def validated(self, values: Mapping[str, float], seconds: float) -> None:
+        """Show this validation from now on; its seconds are no time of training."""
+        self._validation_s += seconds
         self._tau = f"  tau {values['validation/tau']:.3f}"
 
     def line(self, step: int, num_tokens: int, values: Mapping[str, float]) -> None:
-        """Print step, loss, alpha per step, tau, tokens/s and time left.
+        """Print step, loss, alpha per step, tau, tokens/s of training and time left, validations included.
 
         Args:
             step: Steps done.
@@ -174,7 +175,8 @@ class Terminal:
         """
         now = time.monotonic()
         (last_step, last_tokens, last_s), self._last = self._last, (step, num_tokens, now)
-        per_s = (num_tokens - last_tokens) / max(now - last_s, 1e-9)
+        per_s = (num_tokens - last_tokens) / max(now - last_s - self._validation_s, 1e-9)
+        self._validation_s = 0.0
         left_s = (now - self._first[2]) / max(1, step - self._first[0]) * (self._num_steps - step)
         loss, alpha = _shown(values, "loss"), _shown(values, "alpha")
         if not self._quiet and step > last_step:

@@ -1,11 +1,11 @@
-"""AdamW over flat float32 tensors, with clipping.
+"""AdamW, or Muon beside it, over flat float32 tensors, with clipping.
 
 Masters, gradients and moments are one tensor each (``drafter.weights``), so a step is a handful of kernels whatever
 the number of parameters. Nothing here makes the host wait for a GPU: the gradient's norm stays on the device, a
 norm that is not finite lets the step change nothing, and ``settle`` tells of it one step later.
 
 Several processes sum their gradients first. With ``EYAS_TRAIN_SHARD=1`` each of them keeps the moments of its part
-only and updates that part: gradients are reduced and scattered, the weights gathered. That is what ZeRO stage 2
+only and updates that part (``parts``): gradients are reduced to it, the weights gathered. That is what ZeRO stage 2
 and FSDP2 without resharding give; wrapping the layer in FSDP2 itself would gather it anew at
 every one of the S uses of a step.
 
@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -25,6 +27,7 @@ from eyas.drafter.weights import FlatWeights
 from eyas.errors import ConfigError, TrainError
 from eyas.train.distributed import World
 from eyas.train.muon import Muon
+from eyas.train.parts import EqualParts, Everything, WholeMatrices
 
 EPS = 1e-8
 SHARD_KNOB = "EYAS_TRAIN_SHARD"
@@ -41,23 +44,17 @@ class Segment:
     weight_decay: float
 
 
-def own_parts(num_values: int, rank: int, num_parts: int) -> list[slice]:
-    """Values that a rank updates: its equal part, and the rest that does not divide, which every rank updates."""
-    size = num_values // num_parts
-    parts = [slice(rank * size, (rank + 1) * size), slice(num_parts * size, num_values)]
-    return [part for part in parts if part.stop > part.start]
-
-
-def segments_of(parts: list[slice], num_matrix_values: int, weight_decay: float) -> list[Segment]:
-    """Parts cut where the matrices end: only they decay."""
+def segments_of(
+    parts: Sequence[slice], num_matrix_values: int, weight_decay: float, edges: Sequence[int] = ()
+) -> list[Segment]:
+    """Parts cut at ``edges`` and where the matrices end: only they decay."""
     segments, begin = [], 0
     for part in parts:
-        edge = min(max(num_matrix_values, part.start), part.stop)
-        for start, stop, decay in ((part.start, edge, weight_decay), (edge, part.stop, 0.0)):
-            if stop > start:
-                own = begin + start - part.start
-                segments.append(Segment(slice(start, stop), slice(own, own + stop - start), decay))
-        begin += part.stop - part.start
+        inside = sorted(edge for edge in {num_matrix_values, *edges} if part.start < edge < part.stop)
+        for start, stop in pairwise([part.start, *inside, part.stop]):
+            own = slice(begin, begin + stop - start)
+            segments.append(Segment(slice(start, stop), own, weight_decay if start < num_matrix_values else 0.0))
+            begin = own.stop
     return segments
 
 
@@ -112,18 +109,25 @@ class Optimizer:
         world: Whose gradients are summed.
 
     Raises:
-        ConfigError: The knob's value is unknown, or Muon is asked to work on parts of matrices.
+        ConfigError: The knob's value is unknown.
     """
 
     def __init__(self, weights: FlatWeights, config: TrainConfig, world: World) -> None:
         self._weights, self._config, self._world = weights, config, world
-        self._sharded = _sharded(config) and world.size > 1
-        rank, num_parts = (world.rank, world.size) if self._sharded else (0, 1)
-        self._parts = own_parts(len(weights.master_P), rank, num_parts)
-        self._segments = segments_of(self._parts, weights.num_matrix_values, config.weight_decay)
-        num_own = sum(part.stop - part.start for part in self._parts)
-        self._own = {name: weights.master_P.new_zeros(num_own) for name in ("exp_avg", "exp_avg_sq")}
         self._muon = Muon(weights) if config.optimizer == "muon" else None
+        matrices = self._muon.places if self._muon else []
+        num_values = len(weights.master_P)
+        self._sharded = _sharded() and world.size > 1
+        if not self._sharded:
+            self._parts = Everything(world, num_values)
+        elif self._muon:
+            self._parts = WholeMatrices(world, num_values, matrices)
+        else:
+            self._parts = EqualParts(world, num_values)
+        edges = [edge for matrix in matrices for edge in (matrix.start, matrix.stop)]
+        self._segments = segments_of(self._parts.slices, weights.num_matrix_values, config.weight_decay, edges)
+        num_own = sum(part.stop - part.start for part in self._parts.slices)
+        self._own = {name: weights.master_P.new_zeros(num_own) for name in ("exp_avg", "exp_avg_sq")}
         self._pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────
@@ -141,19 +145,21 @@ class Optimizer:
         """
         weights, config = self._weights, self._config
         self.settle()
-        norm = self._summed_norm()
+        norm = self._parts.summed_norm(weights.grad_P)
         grad_scale = (norm / config.max_grad_norm).clamp_min(1.0)
         found_inf = 1 - norm.isfinite().float()
         self._pending = (step, *_on_its_way(norm))
         if norm.device.type == "cpu" or self._muon is not None:
             self.settle()
-        if self._muon is not None:
-            self._muon.step(self._own["exp_avg"], lr, config.weight_decay, grad_scale)
-        for segment in self._muon.others(self._segments) if self._muon else self._segments:
+        for segment in self._segments:
+            exp_avg_Y = self._own["exp_avg"][segment.own]
+            if self._muon is not None and segment.whole in self._muon.places:
+                self._muon.step(segment.whole, exp_avg_Y, lr, segment.weight_decay, grad_scale)
+                continue
             adamw_(
                 weights.master_P[segment.whole],
                 weights.grad_P[segment.whole],
-                self._own["exp_avg"][segment.own],
+                exp_avg_Y,
                 self._own["exp_avg_sq"][segment.own],
                 products_X=None if weights.products_P is None else weights.products_P[segment.whole],
                 step=step + 1,
@@ -163,8 +169,7 @@ class Optimizer:
                 grad_scale=grad_scale,
                 found_inf=found_inf,
             )
-        if self._sharded:
-            self._join_(weights.master_P, weights.master_P)
+        self._parts.join_(weights.master_P)
         if self._sharded or self._muon is not None or not norm.is_cuda:
             weights.refresh()
 
@@ -186,44 +191,21 @@ class Optimizer:
                 "lower train.lr or train.max_grad_norm, or check the states with `eyas verify`",
             )
 
-    def _summed_norm(self) -> torch.Tensor:
-        grad_P = self._weights.grad_P
-        if not self._sharded:
-            self._world.sum_(grad_P)
-            # a CPU adds a million float32 squares up to 1e-4 only
-            on_cpu = grad_P.device.type == "cpu"
-            return torch.linalg.vector_norm(grad_P, dtype=torch.float64 if on_cpu else None).to(grad_P.dtype)
-        size = len(grad_P) // self._world.size
-        whole, rest = slice(0, size * self._world.size), slice(size * self._world.size, None)
-        own_Y = torch.empty_like(grad_P[:size])
-        self._world.sum_part(grad_P[whole], own_Y)
-        self._world.sum_(grad_P[rest])
-        grad_P[self._world.rank * size : (self._world.rank + 1) * size] = own_Y
-        squares = own_Y.square().sum()
-        self._world.sum_(squares)
-        return (squares + grad_P[rest].square().sum()).sqrt()
-
     # ── parts and wholes ──────────────────────────────────────────────────────────────────────
 
     def _cut(self, whole_P: torch.Tensor) -> torch.Tensor:
         """This rank's values of a whole tensor."""
-        return torch.cat([whole_P[part] for part in self._parts]) if self._sharded else whole_P
-
-    def _join_(self, out_P: torch.Tensor, own_P: torch.Tensor) -> None:
-        """Fill a tensor with what every rank has at its places of ``own_P``."""
-        size = len(out_P) // self._world.size
-        part_Y = own_P[self._world.rank * size : (self._world.rank + 1) * size].clone()
-        self._world.join_parts(part_Y, out_P[: size * self._world.size])
+        return torch.cat([whole_P[part] for part in self._parts.slices]) if self._sharded else whole_P
 
     def _whole(self, name: str) -> torch.Tensor:
         own_Y = self._own[name]
         if not self._sharded:
             return own_Y
         out_P, begin = torch.empty_like(self._weights.master_P), 0
-        for part in self._parts:
+        for part in self._parts.slices:
             out_P[part] = own_Y[begin : begin + part.stop - part.start]
             begin += part.stop - part.start
-        self._join_(out_P, out_P)
+        self._parts.join_(out_P)
         return out_P
 
     # ── what a checkpoint holds ───────────────────────────────────────────────────────────────
@@ -261,13 +243,8 @@ def _on_its_way(value: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | N
     return host, copied
 
 
-def _sharded(config: TrainConfig) -> bool:
+def _sharded() -> bool:
     value = os.environ.get(SHARD_KNOB) or "0"
     if value not in ("0", "1"):
         raise ConfigError(f"{SHARD_KNOB}: {value!r}, expected 0 or 1", f"unset {SHARD_KNOB}")
-    if value == "1" and config.optimizer == "muon":
-        raise ConfigError(
-            f"train.optimizer: muon with {SHARD_KNOB}=1, expected adamw: Muon works on whole matrices",
-            f"unset {SHARD_KNOB}",
-        )
     return value == "1"

@@ -25,7 +25,7 @@ from eyas.batches.order import Cursor
 from eyas.drafter.rows import Pack
 from eyas.errors import EyasError, TrainError
 from eyas.train.data import Packer
-from eyas.train.distributed import World
+from eyas.train.distributed import ToldElsewhereError, World
 
 Item = TypeVar("Item")
 
@@ -49,15 +49,17 @@ class StepData:
     """A rank was told to stop: save after this step and end."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlacedPack:
     """A pack whose copy to the device was started on another stream."""
 
-    pack: Pack
+    pack: Pack | None
     copied: torch.cuda.Event | None
 
     def take(self) -> Pack:
-        """The pack, for kernels of this thread's stream."""
+        """The pack, for kernels of this thread's stream; forgotten here, so that its memory ends with its use."""
+        pack, self.pack = self.pack, None
+        assert pack is not None, "a pack is taken once"
         if self.copied is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(self.copied)
@@ -66,8 +68,8 @@ class PlacedPack:
                 tensor.record_stream(stream)
                 return tensor
 
-            self.pack.map(used)
-        return self.pack
+            pack.map(used)
+        return pack
 
 
 class Placer:
@@ -243,7 +245,7 @@ class StepSource:
             if one.failed is not None:
                 if rank == self._world.rank and failed is not None:
                     raise failed
-                raise TrainError(f"rank {rank}: {one.failed[0]}", one.failed[1])
+                raise ToldElsewhereError(f"rank {rank}: {one.failed[0]}", one.failed[1])
         return told
 
     def _check_barren(self, after: Cursor) -> None:

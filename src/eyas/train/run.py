@@ -14,13 +14,14 @@ from eyas.contracts import CheckpointMeta, DrafterShape, ShardManifest, TargetId
 from eyas.drafter.init import init_drafter, resolve_shape
 from eyas.drafter.model import Drafter
 from eyas.drafter.warm_start import adopt_shape, load_weights
-from eyas.errors import TrainError
+from eyas.errors import DiskError, TrainError
 from eyas.fs import disk_errors, hash_file, volume_lock
 from eyas.target.load import TargetEnds, read_ends
 from eyas.tokens.draft_vocab import FILE_NAME, DraftVocab
 from eyas.train.checkpoint import RunFolder, publish_drafter
 from eyas.train.data import calibration_slice
-from eyas.train.distributed import World
+from eyas.train.distributed import World, same_on_all
+from eyas.train.finished import BestStep, Finished, FinishedRun
 from eyas.train.loop import Outcome, Trainer
 from eyas.train.warm_start import read_warm_start
 
@@ -82,7 +83,7 @@ def target_ends(inputs: Inputs) -> TargetEnds:
 def train(
     inputs: Inputs, runs_root: Path, output: Path, metrics_folder: Path, world: World
 ) -> tuple[CheckpointMeta, Outcome]:
-    """Train, publish the drafter, forget the resumable state.
+    """Train, publish the drafter, forget the resumable state; publish again what is finished and not recorded yet.
 
     Args:
         inputs: Target, states and parameters; the same on every rank.
@@ -99,28 +100,65 @@ def train(
         EyasError: Another training holds the lock.
         KeyboardInterrupt: Stopped by a signal; the same call goes on from there.
     """
+    with same_on_all():
+        vocab, ends = _checked_vocab(inputs), target_ends(inputs)
+    run_key = inputs.run_key()
+    run, finished = RunFolder(runs_root, run_key), Finished(runs_root, run_key)
+    with contextlib.ExitStack() as held:
+        held.enter_context(disk_errors(runs_root))
+        world.on_first(lambda: held.enter_context(volume_lock(runs_root / LOCK_NAME, "train")) and None)
+        kept = world.on_first(lambda: finished.publish(output, metrics_folder))
+        if kept is not None:
+            world.on_first(run.remove)
+            if world.is_first:
+                console.log("train: this run is finished already; its drafter and metrics are published again")
+            meta, result = kept
+            num_steps = inputs.config.num_steps
+            return meta, Outcome(
+                result.num_trained_rows, 0, result.num_epochs, num_steps, result.damaged, result.best, 0.0
+            )
+        with same_on_all():
+            drafter = new_drafter(inputs, ends, vocab)
+        trainer = Trainer(inputs.config, drafter, ends.head_VD, inputs.reader, run, metrics_folder, world)
+        outcome = trainer.run()
+        trainer.settle_on_published()
+        meta = world.on_first(lambda: publish_drafter(output, drafter, _meta(inputs, drafter.shape, outcome)))
+        world.on_first(lambda: _keep(run, finished, outcome, output, metrics_folder))
+    return meta, outcome
+
+
+def _keep(run: RunFolder, finished: Finished, outcome: Outcome, output: Path, metrics_folder: Path) -> None:
+    """Keep the results instead of the state; without room for that the state stays, which gives them too."""
+    best = outcome.best
+    result = FinishedRun(
+        run_key=run.run_key,
+        num_epochs=outcome.num_epochs,
+        num_trained_rows=outcome.num_trained_rows,
+        damaged=outcome.damaged,
+        best=None if best is None else BestStep(step=best.step, num_trained_rows=best.num_trained_rows, tau=best.tau),
+    )
+    try:
+        finished.keep(result, output, metrics_folder)
+    except DiskError as error:
+        console.log(f"train: the state stays in {run.folder}: {error.message}")
+        return
+    run.remove()
+
+
+def _checked_vocab(inputs: Inputs) -> DraftVocab:
+    """The draft vocab; it and the states are of this target."""
     if inputs.manifest.capture.target != inputs.identity.digest:
         raise TrainError(
             f"the states are of target {inputs.manifest.capture.target[:16]}, expected {inputs.identity.digest[:16]}",
             "`dvc repro train` makes what is out of date first",
         )
-    vocab, ends = DraftVocab.read(inputs.vocab_folder), target_ends(inputs)
+    vocab = DraftVocab.read(inputs.vocab_folder)
     if vocab.vocab_size != inputs.identity.vocab_size:
         raise TrainError(
             f"the draft vocab maps {vocab.vocab_size:,} target ids, expected {inputs.identity.vocab_size:,}",
             "make it again: `dvc repro tokenize`",
         )
-    drafter = new_drafter(inputs, ends, vocab)
-    run = RunFolder(runs_root, inputs.run_key())
-    with contextlib.ExitStack() as held:
-        held.enter_context(disk_errors(runs_root))
-        world.on_first(lambda: held.enter_context(volume_lock(runs_root / LOCK_NAME, "train")) and None)
-        trainer = Trainer(inputs.config, drafter, ends.head_VD, inputs.reader, run, metrics_folder, world)
-        outcome = trainer.run()
-        trainer.settle_on_published()
-        meta = world.on_first(lambda: publish_drafter(output, drafter, _meta(inputs, drafter.shape, outcome)))
-        world.on_first(run.remove)
-    return meta, outcome
+    return vocab
 
 
 def _meta(inputs: Inputs, shape: DrafterShape, outcome: Outcome) -> CheckpointMeta:
@@ -130,8 +168,8 @@ def _meta(inputs: Inputs, shape: DrafterShape, outcome: Outcome) -> CheckpointMe
         capture_identity=inputs.manifest.identity,
         target=inputs.identity.digest,
         tokens=inputs.manifest.capture.tokens,
-        num_steps=inputs.config.num_steps,
-        num_trained_rows=outcome.num_trained_rows,
+        num_steps=outcome.best.step if outcome.best else inputs.config.num_steps,
+        num_trained_rows=outcome.best.num_trained_rows if outcome.best else outcome.num_trained_rows,
         ttt_steps=inputs.config.ttt_steps,
         seed=inputs.config.seed,
         revision=inputs.config.revision,

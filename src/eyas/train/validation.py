@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from eyas.batches.loader import BatchLoader, Reader, plan_once
-from eyas.drafter.judged import ahead, target_argmax, target_choice
+from eyas.drafter.judged import ahead, target_choice
 from eyas.drafter.loss import Workspace, ttt_loss
 from eyas.drafter.model import Drafter
 from eyas.drafter.objective import Objective
@@ -44,9 +44,8 @@ class Validator:
         reader: Their states.
         batch_tokens: Most tokens of a pack.
         ttt_steps: S, also the length of the walked chains.
-        packer: Makes packs.
-        head_VD: The target's head on the device.
-        teacher_WD: Its rows of the draft vocab, in the dtype of products.
+        packer: Makes packs and asks the target's head.
+        teacher_WD: The head's rows of the draft vocab, in the dtype of products.
         world: Ranks that share the work.
         objective: The loss of a row that training minimises.
 
@@ -61,14 +60,13 @@ class Validator:
         batch_tokens: int,
         ttt_steps: int,
         packer: Packer,
-        head_VD: torch.Tensor,
         teacher_WD: torch.Tensor,
         world: World,
         objective: Objective,
     ) -> None:
         self._samples = sorted(samples, key=lambda sample: sample.sample_id)
         self._reader, self._batch_tokens, self._ttt_steps = reader, batch_tokens, ttt_steps
-        self._packer, self._head_VD, self._teacher_WD, self._world = packer, head_VD, teacher_WD, world
+        self._packer, self._teacher_WD, self._world = packer, teacher_WD, world
         self._objective, self._workspace = objective, Workspace()
         self._argmaxes: dict[str, np.ndarray] = {}
         if not any(map(self._may_be_judged, self._samples)):
@@ -130,8 +128,15 @@ class Validator:
             for batch in loader:
                 damaged |= {one.sample_id: one.error.message for one in batch.damaged}
                 if batch.documents:
+                    self._ask(batch.documents)
                     self._add_loss(drafter, weights, batch.documents, sums)
-                    self._add_walks(drafter, batch.documents, sums)
+                    self._add_walks(drafter, weights, batch.documents, sums)
+
+    def _ask(self, documents: Sequence[StoredStates]) -> None:
+        """The target's choices, once a run; the packer then knows which of them are in the draft vocab."""
+        new = [stored for stored in documents if stored.sample.sample_id not in self._argmaxes]
+        for stored, argmax_T in zip(new, self._packer.argmaxes(new), strict=True):
+            self._argmaxes[stored.sample.sample_id] = argmax_T
 
     def _add_loss(
         self, drafter: Drafter, weights: FlatWeights, documents: Sequence[StoredStates], sums: dict[str, float]
@@ -155,24 +160,26 @@ class Validator:
             _add(sums, f"loss_{k}", loss * count)
             _add(sums, f"trained_{k}", count)
 
-    def _add_walks(self, drafter: Drafter, documents: Sequence[StoredStates], sums: dict[str, float]) -> None:
+    def _add_walks(
+        self, drafter: Drafter, weights: FlatWeights, documents: Sequence[StoredStates], sums: dict[str, float]
+    ) -> None:
         pack = self._packer(documents, self._ttt_steps, mask_oov=False)
-        drafts_TS = self._drafts(drafter, pack)
+        drafts_TS = self._drafts(drafter, weights, pack)
         for states, span in zip(documents, pack.documents, strict=True):
             self._add_document(states, drafts_TS[span.start : span.end], sums)
 
-    def _drafts(self, drafter: Drafter, pack: Pack) -> np.ndarray:
+    def _drafts(self, drafter: Drafter, weights: FlatWeights, pack: Pack) -> np.ndarray:
         drafts_TS = torch.full((len(pack.ids_T), self._ttt_steps), -1)
         if any(pack.num_trained):
-            drafts_TS[pack.rows_R] = draft_tokens(drafter, pack.to(str(self._world.device))).cpu()
+            # a GPU holds the frozen head in the dtype of products alone
+            layer = weights.products() if self._world.device.type == "cuda" else None
+            drafts_TS[pack.rows_R] = draft_tokens(drafter, pack.to(str(self._world.device)), layer)
         return drafts_TS.numpy()
 
     def _add_document(self, states: StoredStates, drafts_TS: np.ndarray, sums: dict[str, float]) -> None:
-        sample_id, S = states.sample.sample_id, self._ttt_steps
-        if sample_id not in self._argmaxes:
-            self._argmaxes[sample_id] = target_argmax(states, self._head_VD)
+        S = self._ttt_steps
         ids_T, found = states.input_ids_T.numpy().astype(np.int64), spans(states.loss_mask_T.numpy())
-        choice_T = target_choice(states.sample.variant, ids_T, self._argmaxes[sample_id])
+        choice_T = target_choice(states.sample.variant, ids_T, self._argmaxes[states.sample.sample_id])
         asked_TS = trained_rows(found, len(ids_T), S)
         agree_TS = asked_TS & (drafts_TS == ahead(choice_T, S))
         joint_TS = np.logical_and.accumulate(agree_TS, axis=1)

@@ -27,11 +27,11 @@ def edited(old: str, new: str) -> str:
 
 
 CASES = {
-    "misspelt key": ("\n  lr: 0.001\n", "\n  lrr: 0.001\n", "train.lrr: unknown key", "did you mean `train.lr`?"),
+    "misspelt key": ("\n  lr: 0.002\n", "\n  lrr: 0.001\n", "train.lrr: unknown key", "did you mean `train.lr`?"),
     "misspelt section": ("\nexport:\n", "\nexprt:\n", "exprt: unknown key", "did you mean `export`?"),
     "key of another section": (
-        "\n  lr: 0.001\n",
-        "\n  lr: 0.001\n  draft_vocab_size: 10\n",
+        "\n  lr: 0.002\n",
+        "\n  lr: 0.002\n  draft_vocab_size: 10\n",
         "train.draft_vocab_size: unknown key",
         "did you mean `tokenize.draft_vocab_size`?",
     ),
@@ -44,10 +44,10 @@ CASES = {
     "text for int": ("  num_steps: 1500", "  num_steps: many", "train.num_steps: 'many', expected a whole number", ""),
     "float for int": ("  num_steps: 1500", "  num_steps: 3.5", "train.num_steps: 3.5, expected a whole number", ""),
     "bool for int": ("  num_steps: 1500", "  num_steps: yes", "train.num_steps: True, expected a whole number", ""),
-    "list for number": ("\n  lr: 0.001\n", "\n  lr: [1]\n", "train.lr: [1], expected a number", ""),
-    "null": ("\n  lr: 0.001\n", "\n  lr: null\n", "train.lr: no value (null), expected a number", ""),
-    "not finite": ("\n  lr: 0.001\n", "\n  lr: .nan\n", "train.lr: nan, expected a finite number", ""),
-    "out of range": ("\n  lr: 0.001\n", "\n  lr: -1\n", "train.lr: -1.0, expected more than 0", ""),
+    "list for number": ("\n  lr: 0.002\n", "\n  lr: [1]\n", "train.lr: [1], expected a number", ""),
+    "null": ("\n  lr: 0.002\n", "\n  lr: null\n", "train.lr: no value (null), expected a number", ""),
+    "not finite": ("\n  lr: 0.002\n", "\n  lr: .nan\n", "train.lr: nan, expected a finite number", ""),
+    "out of range": ("\n  lr: 0.002\n", "\n  lr: -1\n", "train.lr: -1.0, expected more than 0", ""),
     "negative decay": ("  weight_decay: 0.0", "  weight_decay: -1", "train.weight_decay: -1.0, expected 0 or more", ""),
     "negative warm-up": ("  warmup_steps: 20", "  warmup_steps: -3", "train.warmup_steps: -3, expected 0 or more", ""),
     "unknown loss": ("  loss: kl", "  loss: mse", "train.loss: 'mse', expected kl, ce or lk", ""),
@@ -95,14 +95,14 @@ CASES = {
         "target.location: no value",
         "make params",
     ),
-    "syntax": ("\n  lr: 0.001\n", "\n  lr: 0.001: 3\n", "params.yaml, line ", "mend that line"),
-    "tab": ("\n  lr: 0.001\n", "\n\tlr: 0.001\n", "params.yaml, line ", "mend that line"),
-    "twice": ("\n  lr: 0.001\n", "\n  lr: 0.001\n  lr: 0.002\n", "found duplicate key lr", "mend that line"),
+    "syntax": ("\n  lr: 0.002\n", "\n  lr: 0.002: 3\n", "params.yaml, line ", "mend that line"),
+    "tab": ("\n  lr: 0.002\n", "\n\tlr: 0.002\n", "params.yaml, line ", "mend that line"),
+    "twice": ("\n  lr: 0.002\n", "\n  lr: 0.002\n  lr: 0.001\n", "found duplicate key lr", "mend that line"),
     "no defaults": ("defaults:\n- schema\n- _self_\n", "", "defaults: None, expected [schema, _self_]", "begin with"),
     "no schema": ("- schema\n", "", "defaults: ['_self_'], expected [schema, _self_]", "begin with"),
     # DVC compares values as written: what stands behind an interpolation could change without a rerun.
     "interpolation": (
-        "\n  lr: 0.001\n",
+        "\n  lr: 0.002\n",
         "\n  lr: ${train.min_lr_share}\n",
         "train.lr: '${train.min_lr_share}', expected the value itself",
         "write the value out",
@@ -160,8 +160,8 @@ def test_mistake_is_named(tmp_path: Path, old: str, new: str, message: str, hint
 
 
 def test_syntax_error_names_the_line(tmp_path: Path) -> None:
-    text = edited("\n  lr: 0.001\n", "\n  lr: 0.001: 3\n")
-    line = next(n for n, content in enumerate(text.splitlines(), 1) if "0.001: 3" in content)
+    text = edited("\n  lr: 0.002\n", "\n  lr: 0.002: 3\n")
+    line = next(n for n, content in enumerate(text.splitlines(), 1) if "0.002: 3" in content)
     assert f"line {line}:" in error_of(tmp_path, text)[0]
 
 
@@ -185,7 +185,7 @@ def test_missing_file_names_the_command(tmp_path: Path) -> None:
 
 def test_exponent_without_a_dot_is_a_number(tmp_path: Path) -> None:
     """YAML 1.1 readers take 1e-4 for text."""
-    (tmp_path / "params.yaml").write_text(edited("\n  lr: 0.001\n", "\n  lr: 1e-4\n"))
+    (tmp_path / "params.yaml").write_text(edited("\n  lr: 0.002\n", "\n  lr: 1e-4\n"))
     assert config.load(tmp_path / "params.yaml").train.lr == 0.0001
 
 

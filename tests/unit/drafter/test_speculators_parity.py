@@ -5,9 +5,12 @@ argmax is outside the draft vocab train, the last state comes before the target'
 pulls at norm gains too. All else (the layer, the unroll, packing, the mean over trained rows, the frozen head) is ours.
 
 The stored case is the peer's own run in float32 on one thread with eager attention: a random Llama of 8 layers,
-hidden 256, boundaries 2, 4 and 5, four samples of 512 and 256 tokens.
+hidden 48, boundaries 2, 4 and 5, four samples of 64 and 32 tokens. Ours differs by 4e-7 at most, the smallest of the
+errors below by 5e-5.
 """
 
+import copy
+import dataclasses
 import json
 from pathlib import Path
 
@@ -98,12 +101,54 @@ def six_steps(case, **changes):
     return found
 
 
+TOLERANCE = 2e-5
+
+
+def largest_difference(case, **changes):
+    """Of any loss, per-step loss or gradient norm, relative to the peer's."""
+    pairs = []
+    for (loss, step_losses, norm), expected in zip(six_steps(case, **changes), case[1]["expected"], strict=True):
+        pairs += [(loss, expected["loss"]), (norm, expected["grad_norm"])]
+        pairs += zip(step_losses, expected["step_losses"], strict=True)
+    return max(abs(found / wanted - 1) for found, wanted in pairs)
+
+
 def test_six_optimizer_steps_equal_the_peers(case):
     """Case 64: state carried, ids from the data, documents of a pack apart."""
-    for (loss, step_losses, norm), expected in zip(six_steps(case), case[1]["expected"], strict=True):
-        assert loss == pytest.approx(expected["loss"], rel=1e-4)
-        assert step_losses == pytest.approx(expected["step_losses"], rel=1e-4)
-        assert norm == pytest.approx(expected["grad_norm"], rel=1e-4)
+    assert largest_difference(case) < TOLERANCE
+
+
+def half_positions(pack):
+    return dataclasses.replace(pack, positions_T=pack.positions_T // 2)
+
+
+def without_one_row(trains_TS):
+    return trains_TS & (torch.arange(len(trains_TS)) != len(trains_TS) // 2)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("plan_pack", lambda right: lambda **k: half_positions(right(**k))),
+        ("plan_pack", lambda right: lambda **k: right(**k | {"lengths": [sum(k["lengths"])]})),
+        ("speculators_trains", lambda right: lambda *k: right(*k).roll(-1, 0)),
+        ("speculators_trains", lambda right: lambda *k: without_one_row(right(*k))),
+    ],
+    ids=["positions", "documents", "mask", "row"],
+)
+def test_one_error_in_the_data_is_seen(case, monkeypatch, name, wrong):
+    monkeypatch.setitem(globals(), name, wrong(globals()[name]))
+    assert largest_difference(case) > 5 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("lr", 1.01e-3), ("betas", [0.9, 0.99]), ("weight_decay", 0.0), ("max_grad_norm", 1e9)],
+)
+def test_one_error_in_the_optimizer_is_seen(case, setting, value):
+    facts = copy.deepcopy(case[1])
+    facts["optimizer"][setting] = value
+    assert largest_difference((case[0], facts)) > 2 * TOLERANCE
 
 
 def test_the_residual_is_the_normed_state_only_where_asked(case):

@@ -16,6 +16,7 @@ from test_train_from import make_project, write_peer, write_target
 
 from eyas.batches.loader import BatchLoader, order_of
 from eyas.batches.order import Cursor
+from eyas.config.schema import TrainConfig
 from eyas.drafter.model import Drafter
 from eyas.errors import ConfigError, EyasError, StoreError
 from eyas.ops.bench import quality
@@ -139,7 +140,31 @@ def test_the_residual_a_drafter_was_trained_with_decides_its_drafts(in_root: Pat
     by_name = {variant.name: variant for variant in variants(setup.params.train) if variant.peer == "speculators"}
     runs = [PeerRun(variant=variant, budget="steps", seed=0, num_steps=1) for variant in by_name.values()]
     switches = {run.variant.name: to_drafter(tensors, run, setup).shape.norm_before_residual for run in runs}
-    assert switches == {"its defaults": True, "its defaults, raw residual": False, "our optimizer": False}
+    assert switches == {
+        "its defaults": True,
+        "its defaults, raw residual": False,
+        "our AdamW": False,
+        "our Muon": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("ours", "adamw", "muon"),
+    [
+        (TrainConfig(), 1e-3, 2e-3),
+        (TrainConfig(lr=3e-3), 1e-3, 3e-3),
+        (TrainConfig(optimizer="adamw", lr=5e-4), 5e-4, 2e-3),
+    ],
+)
+def test_a_peer_gets_the_rate_of_the_optimizer_it_has(ours: TrainConfig, adamw: float, muon: float) -> None:
+    """Muon's rate costs AdamW 0.055 tau: a peer that has AdamW alone never gets it."""
+    settings = {(variant.peer, variant.name): variant.settings for variant in variants(ours)}
+    assert settings["specforge", "our AdamW rate"]["lr"] == adamw
+    assert settings["specforge", "our AdamW rate and TTT"]["lr"] == adamw
+    plain, beside = (settings["speculators", f"our {name}"]["ours"] for name in ("AdamW", "Muon"))
+    assert plain["adamw_lr"] == beside["adamw_lr"] == adamw
+    assert beside["muon_lr"] == muon
+    assert "muon_lr" not in plain
 
 
 def test_what_cannot_be_measured_is_said(in_root: Path, tmp_path: Path) -> None:

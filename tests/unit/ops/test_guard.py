@@ -183,7 +183,7 @@ def test_a_short_shard_is_damage_and_not_a_reason_to_wipe(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [("warm_start: ''", "warm_start: models/drafter"), ("  lr: 0.001", "  lr: -1")]
+    ("old", "new"), [("warm_start: ''", "warm_start: models/drafter"), ("  lr: 0.002", "  lr: -1")]
 )
 def test_a_wrong_parameter_is_told_before_dvc_empties_what_it_would_train_again(tmp_path, monkeypatch, old, new):
     text = (Path(__file__).parents[3] / "params.yaml").read_text()

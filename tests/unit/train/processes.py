@@ -11,7 +11,7 @@ from pathlib import Path
 import train_world as world
 
 from eyas.errors import EyasError
-from eyas.train.distributed import open_world
+from eyas.train.distributed import ToldElsewhereError, open_world
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["processes", "dvclive.live"])
@@ -44,7 +44,8 @@ def _rank(folder, environment, changes, make_reader):
             (folder / f"pid-{rank}").write_text(str(os.getpid()))
             world.run(folder, inputs, processes)
     except EyasError as error:
-        (folder / f"error-{rank}").write_text(str(error))
+        kind = "ToldElsewhere: " if isinstance(error, ToldElsewhereError) else ""
+        (folder / f"error-{rank}").write_text(f"{kind}{error}")
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -10,7 +10,6 @@ from eyas.drafter.model import Drafter
 from eyas.drafter.weights import FlatWeights
 from eyas.errors import ConfigError, TrainError
 from eyas.train.distributed import World
-from eyas.train.muon import orthogonal
 from eyas.train.optimizer import Optimizer
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -88,41 +87,7 @@ def test_a_norm_left_on_the_device_skips_the_step_and_is_told_of_one_later(monke
     assert torch.equal(weights.master_P, before)
 
 
-@pytest.mark.parametrize("shape", [(16, 40), (40, 16), (24, 24)])
-def test_orthogonal_matrices_have_singular_values_near_one(shape):
-    """The iteration's limits are 0.7 and 1.2; directions are those of the matrix."""
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    found = orthogonal(matrix)
-    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    inside = u.T @ found @ v.T
-    assert torch.linalg.svdvals(found).min() > 0.3
-    assert torch.linalg.svdvals(found).max() < 1.3
-    off = inside - torch.diag(torch.diagonal(inside))
-    assert off.abs().max() < 0.05  # products are bfloat16
-
-
-def test_muon_moves_hidden_matrices_by_its_formula_and_the_rest_by_adamw():
-    drafter, weights, muon = make(optimizer="muon", train_head=True, max_grad_norm=1e9)
-    before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
-    _, adamw_weights, adamw = make(max_grad_norm=1e9)
-    gradient(weights, 3)
-    gradient(adamw_weights, 3)
-    muon.step(0, 1e-2)
-    adamw.step(0, 1e-2)
-    for name, parameter in drafter.named_parameters():
-        if parameter.ndim == 1 or name == "lm_head.weight":
-            assert torch.equal(parameter, adamw_weights.views[name]), name
-            continue
-        gradient_XY = weights.grad_views[name]
-        update = orthogonal(0.05 * gradient_XY + 0.95 * (0.05 * gradient_XY))
-        expected = before[name] - 1e-2 * 0.2 * max(parameter.shape) ** 0.5 * update
-        assert torch.allclose(parameter, expected, atol=1e-5), name
-
-
-def test_muon_on_parts_of_matrices_is_refused(monkeypatch):
-    monkeypatch.setenv("EYAS_TRAIN_SHARD", "1")
-    with pytest.raises(ConfigError, match="muon with EYAS_TRAIN_SHARD=1"):
-        make(optimizer="muon")
+def test_an_unknown_value_of_the_knob_is_refused(monkeypatch):
     monkeypatch.setenv("EYAS_TRAIN_SHARD", "yes")
     with pytest.raises(ConfigError, match="expected 0 or 1"):
         make()

@@ -13,11 +13,12 @@ from test_train import StoppedError, stop_at
 from eyas import console, fs
 from eyas.batches.split import split_samples
 from eyas.config.schema import TrainConfig
+from eyas.drafter.teacher import TargetHead
 from eyas.drafter.ttt import draft_tokens
 from eyas.drafter.walk import walk
 from eyas.errors import ConfigError, DiskError, TrainError
 from eyas.target.load import read_ends
-from eyas.train import checkpoint
+from eyas.train import checkpoint, loop, metrics, validation
 from eyas.train.checkpoint import load_drafter
 from eyas.train.data import Packer
 from eyas.train.tensor_file import read_into, write_tensors
@@ -65,7 +66,7 @@ def expected_metrics(folder, drafter):
     asked, joint, chained = np.zeros(S), np.zeros(S), np.zeros(S)
     for sample in validation:
         states = reader.read(sample.sample_id)
-        packer = Packer(ends.head_VD.float(), drafter.t2d, ends.embedding_VD)
+        packer = Packer(TargetHead(ends.head_VD, torch.device("cpu")), drafter.t2d, ends.embedding_VD)
         pack = packer([states], S, mask_oov=False)
         drafts_TS = torch.full((len(pack.ids_T), S), -1)
         drafts_TS[pack.rows_R] = draft_tokens(drafter, pack)
@@ -276,3 +277,33 @@ def test_a_line_per_log_step_tells_what_matters(tmp_path, capsys):
     for line, tau in zip(lines, rows_of(tmp_path, "tau").values(), strict=True):
         assert f"tau {tau:.3f}" in line  # of this step's validation
     assert "tok" not in json.dumps(json.loads((tmp_path / "metrics/metrics.json").read_text()))
+
+
+# ── speed ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_speed_is_that_of_training_without_validations(tmp_path, monkeypatch, capsys):
+    """A clock that only validations move, 1,000 s each, and log lines, 1 s each."""
+    clock = {"now": 0.0}
+    monkeypatch.setattr(loop.time, "monotonic", lambda: clock["now"])
+    validate, line = validation.Validator.__call__, metrics.Terminal.line
+
+    def slow(self, *args):
+        clock["now"] += 1000.0
+        return validate(self, *args)
+
+    def later(self, *args):
+        clock["now"] += 1.0
+        line(self, *args)
+
+    monkeypatch.setattr(validation.Validator, "__call__", slow)
+    monkeypatch.setattr(metrics.Terminal, "line", later)
+    changes = {**VALIDATED, "num_steps": 6, "log_every": 3, "validate_every": 3}
+    _, outcome = world.run(tmp_path, world.make_inputs(tmp_path, **changes))
+    assert outcome.seconds == 2.0
+    speeds = [
+        float(text.split(" tok/s")[0].split()[-1].replace(",", ""))
+        for text in capsys.readouterr().err.splitlines()
+        if "tok/s" in text
+    ]
+    assert sum(speeds) == outcome.num_tokens

@@ -191,6 +191,7 @@ def make_config(**changes):
         "warmup_steps": 2,
         "checkpoint_every": 4,
         "log_every": 3,
+        "optimizer": "adamw",
         "lr": 1e-2,
         "dtype": "float32",
     }

@@ -50,9 +50,8 @@ def gate_forward(gate_up_RX: torch.Tensor) -> torch.Tensor:
 
 
 def gate_backward(gate_up_RX: torch.Tensor, grad_RI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``pointwise.gate_backward``."""
+    """See ``pointwise.gate_backward``; in place, for these are the largest tensors of a step."""
     R, inner = gate_up_RX.shape[0], gate_up_RX.shape[1] // 2
-    grad_gate_up_RX, active_RI = torch.empty_like(gate_up_RX), torch.empty_like(grad_RI)
     if R:
-        _backward[(R, triton.cdiv(inner, BLOCK))](gate_up_RX, grad_RI, grad_gate_up_RX, active_RI, inner, BLOCK=BLOCK)
-    return grad_gate_up_RX, active_RI
+        _backward[(R, triton.cdiv(inner, BLOCK))](gate_up_RX, grad_RI, gate_up_RX, grad_RI, inner, BLOCK=BLOCK)
+    return gate_up_RX, grad_RI

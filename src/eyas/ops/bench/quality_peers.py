@@ -38,6 +38,8 @@ WARM_STEPS = {"cpu": 4, "cuda": 60}
 NUM_WORKERS = {"cpu": 0, "cuda": 4}
 SAME_COST = ("lr", "warmup_ratio", "norm_before_residual")
 """Settings that do not change a step's seconds."""
+BEST_RATES = {"adamw": 1e-3, "muon": 2e-3}
+"""Rates with the highest tau on the default data (docs/performance.md), for the optimizer that ours is not."""
 PLANNED_STEPS = 4
 """Packs are planned for this many times our steps; a peer that does more begins again."""
 
@@ -63,10 +65,11 @@ class PeerRun:
 
 
 def variants(ours: TrainConfig) -> list[Variant]:
-    """Each peer by its own defaults, and on our learning rate and its like."""
+    """Each peer by its own defaults, and with the best rate that we know of each optimizer it offers."""
+    rates = {**BEST_RATES, ours.optimizer: ours.lr}
     speculators = {"norm_before_residual": True, "ttt_steps": 3, "step_decay": 1.0, "max_grad_norm": 1.0}
-    adamw = {
-        "lr": ours.lr,
+    shared = {
+        "adamw_lr": rates["adamw"],
         "betas": list(ours.betas),
         "weight_decay": ours.weight_decay,
         "warmup_steps": ours.warmup_steps,
@@ -77,16 +80,16 @@ def variants(ours: TrainConfig) -> list[Variant]:
         "ttt_steps": ours.ttt_steps,
         "step_decay": ours.step_decay,
         "max_grad_norm": ours.max_grad_norm,
-        "ours": adamw,
     }
     specforge = {"ttt_steps": 7, "lr": 1e-4, "warmup_ratio": 0.015}
     named = [
         ("speculators", "its defaults", speculators),
         ("speculators", "its defaults, raw residual", {**speculators, "norm_before_residual": False}),
-        ("speculators", "our optimizer", adapted),
+        ("speculators", "our AdamW", {**adapted, "ours": shared}),
+        ("speculators", "our Muon", {**adapted, "ours": {**shared, "muon_lr": rates["muon"]}}),
         ("specforge", "its defaults", specforge),
-        ("specforge", "our learning rate", {**specforge, "lr": ours.lr}),
-        ("specforge", "our learning rate and TTT", {**specforge, "lr": ours.lr, "ttt_steps": ours.ttt_steps}),
+        ("specforge", "our AdamW rate", {**specforge, "lr": rates["adamw"]}),
+        ("specforge", "our AdamW rate and TTT", {**specforge, "lr": rates["adamw"], "ttt_steps": ours.ttt_steps}),
     ]
     return [Variant(peer=peer, name=name, settings=settings) for peer, name, settings in named]
 

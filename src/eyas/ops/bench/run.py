@@ -35,7 +35,7 @@ def run(root: Path, name: str, **options: Any) -> dict[str, Any]:
     Args:
         root: The repository; must hold published states, but for ``gc``.
         name: ``store``, ``crash``, ``corruption``, ``gc``, ``train`` or ``train-quality``.
-        options: Of ``train``: ``peers`` and ``num_rounds``; of ``train-quality``: ``peers``, ``num_seeds`` and ``jobs``.
+        options: Of ``train``: ``peers``, ``num_rounds`` and ``device``; of ``train-quality``: ``peers``, ``num_seeds`` and ``jobs``.
 
     Returns:
         The figures.
@@ -48,8 +48,12 @@ def run(root: Path, name: str, **options: Any) -> dict[str, Any]:
     scratch.mkdir(parents=True)
     figures = BENCHES[name](root, scratch, **options)
     shutil.rmtree(scratch, ignore_errors=True)
-    fs.write_text(report_path(root, name), json.dumps(figures, indent=2, sort_keys=True) + "\n")
+    _write(report_path(root, name), figures)
     return figures
+
+
+def _write(path: Path, figures: dict[str, Any]) -> None:
+    fs.write_text(path, json.dumps(figures, indent=2, sort_keys=True) + "\n")
 
 
 def report_path(root: Path, name: str) -> Path:
@@ -99,13 +103,20 @@ def _gc(root: Path, scratch: Path) -> dict[str, Any]:
     return bench_gc.measure(scratch) | {"histories_tried": noted, "machine": config.machine()}
 
 
-def _train(root: Path, scratch: Path, *, peers: str, num_rounds: int) -> dict[str, Any]:
+def _train(root: Path, scratch: Path, *, peers: str, num_rounds: int, device: str) -> dict[str, Any]:
     from eyas.ops.bench import train as bench_train
+    from eyas.ops.bench import train_device
 
-    found = bench_train.measure(root, scratch, root / SCRATCH / PEERS, bench_train.parse_peers(peers), num_rounds)
-    # a record per device: what another machine measured stays
-    path = root / REPORTS / "train.json"
-    return (fs.read_json(path) if path.exists() else {}) | {"cpu": found | {"machine": config.machine()}}
+    named, environments, path = bench_train.parse_peers(peers), root / SCRATCH / PEERS, report_path(root, "train")
+
+    def merged(found: dict[str, Any]) -> dict[str, Any]:
+        """A record per device: what another machine measured stays."""
+        return (fs.read_json(path) if path.exists() else {}) | {device: found}
+
+    if device == "cuda":
+        return merged(train_device.measure(scratch, environments, named, num_rounds, lambda f: _write(path, merged(f))))
+    found = bench_train.measure(root, scratch, environments, named, num_rounds)
+    return merged(found | {"machine": config.machine()})
 
 
 def _train_quality(root: Path, scratch: Path, *, peers: str, num_seeds: int, jobs: int) -> dict[str, Any]:
@@ -128,11 +139,13 @@ BENCHES: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def table(name: str, figures: dict[str, Any]) -> str:
-    """The figures for people."""
+    """The figures for people; of ``train`` those of every device."""
     if name == "train":
         from eyas.ops.bench import train as bench_train
+        from eyas.ops.bench import train_device
 
-        return bench_train.table(figures["cpu"])
+        tables = {"cpu": bench_train.table, "cuda": train_device.table}
+        return "\n\n".join(tables[device](figures[device]) for device in tables if device in figures)
     if name == "train-quality":
         from eyas.ops.bench import quality
 

@@ -7,7 +7,6 @@ alike. A token is a token of a sequence, trained or not. Of a peer's ways to run
 
 from __future__ import annotations
 
-import importlib.metadata
 import statistics
 import sys
 from collections.abc import Sequence
@@ -15,10 +14,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from eyas import console
+from eyas import console, fs
+from eyas.contracts import DrafterShape, ShardManifest
 from eyas.errors import ConfigError
+from eyas.ops.bench.flops import needed_flops, peak_flops
 from eyas.ops.bench.train_data import prepare
-from eyas.ops.bench.trainers import OURS, PEERS, PeerError, Running, peer_python, started
+from eyas.ops.bench.train_ours import make_pack
+from eyas.ops.bench.trainers import OURS, PEERS, PeerError, Running, eyas_version, peer_python, started
+from eyas.shards.reader import ShardReader
 
 SETTINGS = {
     "ttt_steps": 3,
@@ -84,9 +87,11 @@ def measure(root: Path, scratch: Path, environments: Path, peers: Sequence[str],
             stack.enter_context(started(name, pythons[name], shared | ways[name], scratch / "jobs")) for name in pythons
         ]
         trainers = _take_turns(running, len(shared["sample_ids"]), num_rounds)
+    flops, peak = _flops_per_token(shared), peak_flops("cpu")
     for name, figures in trainers.items():
+        figures["mfu"] = figures["tokens_cpu_s"] * flops / peak["flops"]
         figures |= {key: value for key, value in ways[name].items() if value}
-        figures["version"] = PEERS[name].version if name in PEERS else importlib.metadata.version("eyas")
+        figures["version"] = PEERS[name].version if name in PEERS else eyas_version()
     return {
         "trainers": trainers,
         "ratios": {
@@ -94,6 +99,8 @@ def measure(root: Path, scratch: Path, environments: Path, peers: Sequence[str],
             for name in trainers
             if name != OURS
         },
+        "needed_flops_per_token": flops,
+        "peak": peak,
         "trained_share": shared["trained_share"],
         "sequence_tokens": shared["sequence_tokens"],
         "num_sequences": len(shared["sample_ids"]),
@@ -101,6 +108,15 @@ def measure(root: Path, scratch: Path, environments: Path, peers: Sequence[str],
         "shape": shared["shape"],
         "settings": SETTINGS,
     }
+
+
+def _flops_per_token(shared: dict[str, Any]) -> float:
+    """Needed operations of a pass over the sequences; see ``flops``."""
+    folder = Path(shared["data"]["eyas"])
+    reader = ShardReader(folder / "shards", fs.read_record(ShardManifest, folder / "manifest.json"))
+    packs = [make_pack(reader.read(sample_id), shared["ttt_steps"]) for sample_id in shared["sample_ids"]]
+    total = sum(needed_flops(DrafterShape(**shared["shape"]), pack) for pack in packs)
+    return total / sum(span.end for pack in packs for span in pack.documents)
 
 
 def _fastest_way(name: str, python: Path, shared: dict[str, Any], scratch: Path) -> dict[str, str]:
@@ -155,11 +171,12 @@ def table(figures: dict[str, Any]) -> str:
     rows = []
     for name, found in figures["trainers"].items():
         ratios = figures["ratios"].get(name, {})
-        shown = [f"{found['tokens_cpu_s']:,.0f}", f"{found['peak_bytes'] / 2**20:,.0f} MiB", _number(found["loss"])]
+        speed = [f"{found['tokens_cpu_s']:,.0f}", f"{found['mfu']:.1%}"]
+        shown = [*speed, f"{found['peak_bytes'] / 2**20:,.0f} MiB", _number(found["loss"])]
         compared = [_number(ratios.get(key)) for key in ("tokens_cpu_s", "peak_bytes", "loss")]
         how = " ".join(str(found[key]) for key in ("version", "attention", "dtype") if found.get(key))
         rows.append((name, how, *shown, *compared))
-    head = ("trainer", "as", "tokens/CPU-s", "peak", "loss", "ours ÷ speed", "÷ peak", "÷ loss")
+    head = ("trainer", "as", "tokens/CPU-s", "MFU", "peak", "loss", "ours ÷ speed", "÷ peak", "÷ loss")
     return console.table(rows, head)
 
 

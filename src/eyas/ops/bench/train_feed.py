@@ -32,6 +32,7 @@ from eyas.drafter.model import Drafter
 from eyas.drafter.objective import Objective
 from eyas.drafter.precision import matmul_dtype
 from eyas.drafter.rows import Pack
+from eyas.drafter.teacher import TargetHead
 from eyas.drafter.weights import FlatWeights
 from eyas.ops.bench.replay import manifest_of
 from eyas.plan.build import build_plan
@@ -41,6 +42,7 @@ from eyas.shards.reader import ShardReader
 from eyas.shards.writer import ShardAssembly
 from eyas.train.data import Packer, check_states
 from eyas.train.distributed import World
+from eyas.train.loop import teacher_of
 from eyas.train.optimizer import Optimizer
 from eyas.train.packs import Placer, StepData, StepSource, made_ahead
 
@@ -112,30 +114,33 @@ class Bench:
     """The step and its inputs, as ``train.loop.Trainer`` puts them together, without checkpoints and metrics."""
 
     def __init__(self, args: argparse.Namespace, reader: ShardReader, shape: DrafterShape) -> None:
-        self.args, self.reader, self.device = args, reader, torch.device(args.device)
-        on_gpu = self.device.type == "cuda"
+        self.args, self.reader, self.world = args, reader, World(0, 1, torch.device(args.device))
+        self.device = self.world.device
         V, W, D = shape.vocab_size, shape.draft_vocab_size, shape.target_hidden_size
-        generator = torch.Generator().manual_seed(1)
-        head_VD = torch.randn(V, D, generator=generator) / D**0.5
+        generator = torch.Generator(args.device).manual_seed(1)
+        # the device makes a billion random numbers in no time
+        head_VD, embedding_VE = (torch.randn(V, D, generator=generator, device=args.device) for _ in range(2))
+        head_VD /= D**0.5
         head_VD[W:] *= 0.01  # the choice of random states is then in the draft vocab, as a real one mostly is
-        drafter = Drafter(shape).to(self.device)
-        drafter.set_target(
-            torch.randn(V, D, generator=generator).bfloat16(), torch.zeros(W, dtype=torch.int64), torch.arange(V) < W
+        head_VD, embedding_VE = head_VD.bfloat16().cpu(), embedding_VE.bfloat16().cpu()
+        drafter = Drafter(shape)
+        drafter.set_target(embedding_VE, torch.zeros(W, dtype=torch.int64), torch.arange(V) < W)
+        with torch.no_grad():
+            drafter.lm_head.weight.copy_(draft_head(head_VD, drafter.d2t)).requires_grad_(False)
+        self.drafter, self.head = drafter.train(), TargetHead(head_VD, self.device)
+        self.config = TrainConfig(
+            num_steps=10**6, ttt_steps=args.ttt, batch_tokens=args.batch_tokens, optimizer="adamw", lr=1e-5
         )
-        drafter.lm_head.weight.requires_grad_(False)
-        self.drafter, self.dtype = drafter.train(), torch.bfloat16 if on_gpu else torch.float32
-        self.teacher_WD = draft_head(head_VD, drafter.d2t).to(self.device, self.dtype)
-        drafter.d2t, drafter.t2d = drafter.d2t.to(self.device), drafter.t2d.to(self.device)
-        self.head_VD, self.world = head_VD.to(self.device), World(0, 1, self.device)
-        self.config = TrainConfig(num_steps=10**6, ttt_steps=args.ttt, batch_tokens=args.batch_tokens, lr=1e-5)
-        self.weights = FlatWeights(drafter, self.dtype)
+        on_gpu = self.device.type == "cuda"
+        self.weights = FlatWeights(drafter, torch.bfloat16 if on_gpu else torch.float32, self.device)
+        self.teacher_WD = teacher_of(drafter, self.weights, head_VD)
         self.optimizer = Optimizer(self.weights, self.config, self.world)
         self.placer, self.workspace, self.objective = Placer(self.device), Workspace(), Objective("kl", 0)
         self.packer, self.number = self.new_packer(), 0
 
     def new_packer(self) -> Packer:
         """One that has not asked for any document's argmax yet, as in a first epoch."""
-        return Packer(self.head_VD, self.drafter.t2d, self.drafter.embed_tokens.weight)  # type: ignore[arg-type]
+        return Packer(self.head, self.drafter.t2d, self.drafter.embed_tokens.weight)  # type: ignore[arg-type]
 
     def order(self) -> BatchOrder:
         """Of all documents."""
@@ -192,11 +197,14 @@ class Bench:
 
 
 class Clock:
-    """Tokens over time, all of it and from the end of the first step on."""
+    """Tokens over time, all of it and from the end of the first step on, and the device's memory meanwhile."""
 
     def __init__(self, device: torch.device) -> None:
-        self._wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self._on_gpu = device.type == "cuda"
+        self._wait = torch.cuda.synchronize if self._on_gpu else lambda: None
         self._wait()
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         self._num_tokens, self._first_tokens, self._first_s, self._begin_s = 0, 0, 0.0, time.perf_counter()
 
     def count(self, num_tokens: int) -> None:
@@ -214,6 +222,8 @@ class Clock:
             "tokens": self._num_tokens, "seconds": all_s, "first_step_s": self._first_s,
             "tokens_s": rest / (all_s - self._first_s) if rest else self._num_tokens / all_s,
             "tokens_s_with_first": self._num_tokens / all_s,
+            "peak_bytes": torch.cuda.max_memory_allocated() if self._on_gpu else None,
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved() if self._on_gpu else None,
         }  # fmt: skip
 
 
@@ -226,33 +236,43 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         vocab_size=args.vocab, draft_vocab_size=args.vocab // 4 if args.vocab < 32_000 else 32_000,
         rms_norm_eps=1e-5, rope_theta=500_000.0, max_position_embeddings=131_072, fc_norm=False, norm_output=False,
     )  # fmt: skip
+    begin_s = time.perf_counter()
     reader = write_store(folder, args, shape)
-    console.log(f"train_feed: {reader.manifest.stored_bytes:,} bytes are written")
+    took_s = time.perf_counter() - begin_s
+    console.log(f"train_feed: {reader.manifest.stored_bytes:,} bytes are written in {took_s:.1f} s")
     files = [folder / entry.path for entry in reader.manifest.shards]
     drop_cache(files)
     disk = {"disk_cold_gb_s": read_speed(files), "disk_warm_gb_s": read_speed(files)}
+    console.log(f"train_feed: {json.dumps(disk)}")
     num_tokens, stored_bytes = reader.manifest.num_stored_tokens, reader.manifest.stored_bytes
     states = (reader.read(sample.sample_id) for sample in reader.samples)
     raw_bytes = sum((s.num_aux_rows * args.aux + int(s.has_last_T.sum())) * args.hidden * 2 for s in states)
     bench = Bench(args, reader, shape)
     num_steps = args.steps or 4 * len(bench.order().epoch(0))
     one_epoch = len(bench.order().epoch(0))
+    runs: dict[str, dict[str, Any]] = {}
+
+    def run(name: str, work: Callable[[], dict[str, Any]]) -> None:
+        torch.cuda.empty_cache()  # so that a run's reserved memory is its own
+        runs[name] = figures = work()
+        rate = figures["tokens_s"]
+        figures["raw_gb_s"], figures["stored_gb_s"] = (rate * b / num_tokens / 1e9 for b in (raw_bytes, stored_bytes))
+        console.log(f"train_feed: {name}: {json.dumps(figures)}")
+
+    def cold() -> None:
+        drop_cache(files)
+
     with matmul_dtype("bfloat16"):
-        bench.run_fed(num_steps)  # kernels are compiled
-        runs = {"resident": bench.run_resident(num_steps)}
-        runs["warm"] = bench.run_fed(num_steps)
-        runs["cold"] = bench.run_fed(num_steps, lambda: drop_cache(files))
-        runs["resident_again"] = bench.run_resident(num_steps)
-        runs["input_alone_warm"] = bench.run_fed(num_steps, train=False)
-        runs["input_alone_cold"] = bench.run_fed(num_steps, lambda: drop_cache(files), train=False)
+        run("compiling", lambda: bench.run_fed(num_steps))
+        run("resident", lambda: bench.run_resident(num_steps))
+        run("warm", lambda: bench.run_fed(num_steps))
+        run("cold", lambda: bench.run_fed(num_steps, cold))
+        run("resident_again", lambda: bench.run_resident(num_steps))
+        run("input_alone_warm", lambda: bench.run_fed(num_steps, train=False))
+        run("input_alone_cold", lambda: bench.run_fed(num_steps, cold, train=False))
         bench.packer = bench.new_packer()
-        runs["cold_first_epoch"] = bench.run_fed(one_epoch, lambda: drop_cache(files))
+        run("cold_first_epoch", lambda: bench.run_fed(one_epoch, cold))
         bench.optimizer.settle()
-    for name, run in runs.items():
-        console.log(f"train_feed: {name}: {run['tokens_s']:,.0f} tokens/s")
-        run["raw_gb_s"], run["stored_gb_s"] = (
-            run["tokens_s"] * b / num_tokens / 1e9 for b in (raw_bytes, stored_bytes)
-        )
     resident = max(runs[name]["tokens_s"] for name in ("resident", "resident_again"))
     limits = {
         "disk": disk["disk_cold_gb_s"] * 1e9 / (stored_bytes / num_tokens),

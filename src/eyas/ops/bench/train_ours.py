@@ -44,16 +44,20 @@ def make_drafter(job: dict[str, Any]) -> tuple[Drafter, torch.Tensor]:
 
 def make_pack(stored: StoredStates, ttt_steps: int) -> Pack:
     """One sequence with the rows that speculators trains: row t at step k iff loss_mask[t+k+1]."""
-    T = len(stored.input_ids_T)
-    mask_X = F.pad(stored.loss_mask_T.bool(), (0, ttt_steps))
     return plan_pack(
         ids_T=stored.input_ids_T.long(),
         aux_TAD=[stored.aux_TAD],
         last_TD=[stored.last_TD],
-        lengths=[T],
-        trains_TS=torch.stack([mask_X[k + 1 : k + 1 + T] for k in range(ttt_steps)], 1),
+        lengths=[len(stored.input_ids_T)],
+        trains_TS=rows_of_speculators(stored.loss_mask_T, ttt_steps),
         multiple=FILL_MULTIPLE,
     )
+
+
+def rows_of_speculators(mask_T: torch.Tensor, ttt_steps: int) -> torch.Tensor:
+    """Bool [T,S]: the rows of one document that train at each step."""
+    T, mask_X = len(mask_T), F.pad(mask_T.bool(), (0, ttt_steps))
+    return torch.stack([mask_X[k + 1 : k + 1 + T] for k in range(ttt_steps)], 1)
 
 
 def make(job: dict[str, Any]) -> Step:
@@ -64,7 +68,9 @@ def make(job: dict[str, Any]) -> Step:
     weights, workspace = FlatWeights(drafter, dtype), Workspace()
     teacher_WD = teacher_WD.to(dtype)
     names = ("betas", "weight_decay", "max_grad_norm")
-    optimizer = Optimizer(weights, TrainConfig(**{name: job[name] for name in names}), World(0, 1, device))
+    optimizer = Optimizer(
+        weights, TrainConfig(optimizer="adamw", **{name: job[name] for name in names}), World(0, 1, device)
+    )
     folder = Path(job["data"]["eyas"])
     reader = ShardReader(folder / "shards", fs.read_record(ShardManifest, folder / "manifest.json"))
     sample_ids = job["sample_ids"]

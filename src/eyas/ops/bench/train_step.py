@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,11 @@ from eyas.train.distributed import World
 from eyas.train.optimizer import Optimizer
 
 FILL_MULTIPLE, WARM_UP = 128, 3
+SIZES = {
+    "hidden": 4096, "inner": 14336, "heads": 32, "kv_heads": 8, "vocab": 128_256, "draft_vocab": 32_000,
+    "tokens": 8192, "doc": 1500,
+}  # fmt: skip
+"""A target of Llama-3.1-8B's shape; tokens of a pack and of a document."""
 STREAM_SIZES, OUTLIERS, OUTLIER_SIZE, LAST_SIZE = (0.15, 0.6, 1.5), 8, 20.0, 2.0
 """Like a residual stream: deeper streams are larger, a few channels stand out."""
 
@@ -64,36 +70,42 @@ def make_drafter(args: argparse.Namespace) -> Drafter:
 
 
 class Step:
-    """The trainer's step on one pack.
+    """The trainer's step on packs that lie on the device.
 
     Args:
-        args: Sizes and device.
-        ttt_steps: S.
-        pack: In host memory.
+        drafter: In host memory; its head is the teacher too.
+        packs: In host memory.
+        device: Where to train.
+        settings: Of ``TrainConfig``.
     """
 
-    def __init__(self, args: argparse.Namespace, ttt_steps: int, pack: Pack) -> None:
-        device = torch.device(args.device)
-        self.drafter = make_drafter(args)
-        config = TrainConfig(ttt_steps=ttt_steps, curriculum=[], weight_decay=0.01, max_grad_norm=1.0)
-        self.weights = FlatWeights(self.drafter, product_dtype(device, "bfloat16"), device)
-        self.optimizer = Optimizer(self.weights, config, World(0, 1, device))
-        self.pack = pack.with_embedding(self.drafter.embed_tokens.weight).to(args.device)  # type: ignore[arg-type]
+    def __init__(self, drafter: Drafter, packs: Sequence[Pack], device: str, **settings: Any) -> None:
+        place = torch.device(device)
+        config = TrainConfig(**settings)
+        self.drafter = drafter
+        self.weights = FlatWeights(drafter, product_dtype(place, "bfloat16"), place)
+        self.optimizer = Optimizer(self.weights, config, World(0, 1, place))
+        self.packs = [pack.with_embedding(drafter.embed_tokens.weight).to(device) for pack in packs]  # type: ignore[arg-type]
         self.workspace, self.number = Workspace(), 0
 
-    def __call__(self) -> float:
-        """Take it; the loss."""
+    def __call__(self, pack: int = 0, lr: float = 1e-4, *, measure: bool = True) -> float | None:
+        """Take it; the loss, if asked for."""
         self.weights.zero_grad()
         # head and teacher are one tensor, as they are when a frozen head holds the target's rows
         teacher_WD = self.weights.products().head.value
         loss, measured = ttt_loss(
-            self.drafter, self.pack, teacher_WD, 1.0, weights=self.weights, workspace=self.workspace
+            self.drafter,
+            self.packs[pack],
+            teacher_WD,
+            1.0,
+            weights=self.weights,
+            workspace=self.workspace,
+            measure=measure,
         )
         loss.backward()
-        self.optimizer.step(self.number, 1e-4)
+        self.optimizer.step(self.number, lr)
         self.number += 1
-        assert measured is not None
-        return measured.total(1.0)
+        return measured.total(1.0) if measured else None
 
 
 def measure(args: argparse.Namespace, ttt_steps: int, share: float) -> dict[str, Any]:
@@ -105,7 +117,11 @@ def measure(args: argparse.Namespace, ttt_steps: int, share: float) -> dict[str,
         torch.cuda.reset_peak_memory_stats()
     pack = pack_documents(make_documents(args, share), ttt_steps, FILL_MULTIPLE)
     with matmul_dtype("bfloat16"):
-        step, times_ms, losses = Step(args, ttt_steps, pack), [], []
+        settings = {
+            "ttt_steps": ttt_steps, "curriculum": [], "optimizer": args.optimizer, "weight_decay": 0.01,
+            "max_grad_norm": 1.0,
+        }  # fmt: skip
+        step, times_ms, losses = Step(make_drafter(args), [pack], args.device, **settings), [], []
         for number in range(WARM_UP + args.steps):
             wait()
             begin_s = time.perf_counter()
@@ -115,9 +131,9 @@ def measure(args: argparse.Namespace, ttt_steps: int, share: float) -> dict[str,
                 times_ms.append((time.perf_counter() - begin_s) * 1e3)
     median_ms = sorted(times_ms)[len(times_ms) // 2]
     return {
-        "ttt_steps": ttt_steps, "share": share, "tokens": args.tokens, "trained": pack.num_trained,
+        "optimizer": args.optimizer, "ttt_steps": ttt_steps, "share": share, "tokens": args.tokens, "trained": pack.num_trained,
         "step_ms": round(median_ms, 2), "lowest_ms": round(min(times_ms), 2), "highest_ms": round(max(times_ms), 2),
-        "tokens_s": round(args.tokens / median_ms * 1e3), "losses": [round(loss, 4) for loss in losses],
+        "tokens_s": round(args.tokens / median_ms * 1e3), "losses": [round(loss, 4) for loss in losses if loss is not None],
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu", "torch": torch.__version__,
     }  # fmt: skip
@@ -126,11 +142,11 @@ def measure(args: argparse.Namespace, ttt_steps: int, share: float) -> dict[str,
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    sizes = {"hidden": 4096, "inner": 14336, "heads": 32, "kv-heads": 8, "vocab": 128_256, "draft-vocab": 32_000}
-    for name, value in {**sizes, "tokens": 8192, "doc": 1500, "steps": 10}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+    for name, value in {**SIZES, "steps": 10}.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--ttt", type=int, nargs="+", default=[7, 3])
     parser.add_argument("--share", type=float, nargs="+", default=[0.75, 0.3])
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
     for ttt_steps in args.ttt:

@@ -7,6 +7,7 @@ below ``.eyas/bench/peers`` from pinned versions on the first run; ``EYAS_PEER_S
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -73,6 +74,14 @@ PEERS = {
         ),
     )
 }  # fmt: skip
+
+
+def eyas_version() -> str:
+    """Empty where eyas is on the path and not installed."""
+    try:
+        return importlib.metadata.version(OURS)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def peer_python(name: str, environments: Path) -> Path:
@@ -153,7 +162,9 @@ class Running:
 
 
 @contextmanager
-def started(name: str, python: Path, job: Mapping[str, Any], folder: Path) -> Iterator[Running]:
+def started(
+    name: str, python: Path, job: Mapping[str, Any], folder: Path, *, device: bool = False
+) -> Iterator[Running]:
     """A trainer's process on one thread; killed on leaving, if it is still there.
 
     Args:
@@ -161,12 +172,13 @@ def started(name: str, python: Path, job: Mapping[str, Any], folder: Path) -> It
         python: Its interpreter.
         job: What the driver reads.
         folder: Its job and what it prints to stderr are kept here.
+        device: The driver for packs on a device.
     """
     folder.mkdir(parents=True, exist_ok=True)
     fs.write_text(folder / f"{name}.json", json.dumps(job))
-    driver = ["-m", "eyas.ops.bench.train_ours"]
+    driver = ["-m", "eyas.ops.bench.train_device_ours" if device else "eyas.ops.bench.train_ours"]
     if name != OURS:
-        driver = [str(Path(__file__).parent / "peers" / f"run_{name}.py")]
+        driver = [str(Path(__file__).parent / "peers" / f"run_{name}{'_device' if device else ''}.py")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if name != OURS:
         environment.pop("PYTHONPATH", None)

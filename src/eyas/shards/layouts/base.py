@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from eyas.contracts import SCHEMA_VERSION, FinalHidden, StoredSample
+from eyas.shards.values import row_faults
 
 RECORD_NAME = "eyas-export.json"
 JOURNAL_NAME = "eyas-export.jsonl"
@@ -228,9 +229,7 @@ def sample_problem(sample: LayoutSample, num_aux: int, hidden_size: int, vocab_s
 def _value_problem(sample: LayoutSample) -> str | None:
     streams = {f"aux stream {a}": sample.aux_TAD[:, a] for a in range(sample.aux_TAD.shape[1])}
     for name, states_TD in (streams | {"last": sample.last_TD}).items():
-        # Not finite when any value of the row is not, zero when all are.
-        magnitude_T = states_TD.abs().sum(dim=1, dtype=torch.float32)
-        broken, empty = (~magnitude_T.isfinite()).nonzero(), (magnitude_T == 0).nonzero()
+        broken, empty = (rows_T.nonzero() for rows_T in row_faults(states_TD))
         if len(broken):
             return f"{name}: {len(broken)} rows are not finite, the first is row {int(broken[0])}"
         if len(empty):

@@ -37,7 +37,7 @@ def make_model(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         tie_word_embeddings=False,
     )
     options = {
-        "target_layer_ids": job["boundaries"],
+        "target_layer_ids": list(job["boundaries"]),
         "verifier_name_or_path": job["target"],
         "draft_attn_impl": job["attention"],
         "draft_vocab_size": shape["draft_vocab_size"],
@@ -46,7 +46,7 @@ def make_model(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         "ttt_steps": job["ttt_steps"],
         "ttt_step_loss_decay": job["step_decay"],
         "loss_fn": "kl_div",
-        "loss_implementation": "eager",
+        "loss_implementation": job.get("loss_implementation", "eager"),
     }
     d2t, t2d = (torch.from_numpy(np.load(folder / f"{name}.npy")) for name in ("d2t", "t2d"))
     model = Eagle3DraftModel.from_training_args(draft, t2d=t2d, d2t=d2t, **options)

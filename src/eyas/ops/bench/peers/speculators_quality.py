@@ -3,8 +3,8 @@
     python speculators_quality.py JOB.json
 
 Settings of a run: norm_before_residual, ttt_steps, step_decay, max_grad_norm, and either nothing more (the peer's
-own defaults: Muon 1e-3 beside AdamW 1e-3, linear decay after a warm-up of 1 %) or ``ours``: lr, betas,
-weight_decay, warmup_steps, min_lr_share for AdamW on the schedule of eyas.
+own defaults: Muon 1e-3 beside AdamW 1e-3, linear decay after a warm-up of 1 %) or ``ours``: adamw_lr, betas,
+weight_decay, warmup_steps, min_lr_share for AdamW on the schedule of eyas, with muon_lr the peer's Muon beside it.
 """
 
 from __future__ import annotations
@@ -98,25 +98,29 @@ class Trainer:
 
 
 def _optimizers(model: Any, ours: dict[str, Any] | None, num_steps: int) -> tuple[list[Any], list[Any]]:
+    own = SimpleNamespace(
+        optimizer="muon",
+        lr=1e-3,
+        weight_decay=0.01,
+        muon_lr=1e-3,
+        muon_momentum=0.95,
+        muon_weight_decay=0.1,
+        muon_ns_steps=5,
+        muon_adjust_lr_fn="match_rms_adamw",
+    )
     if ours is None:
-        own = SimpleNamespace(
-            optimizer="muon",
-            lr=1e-3,
-            weight_decay=0.01,
-            muon_lr=1e-3,
-            muon_momentum=0.95,
-            muon_weight_decay=0.1,
-            muon_ns_steps=5,
-            muon_adjust_lr_fn="match_rms_adamw",
-        )
         optimizers = build_optimizers(model, own)
         return optimizers, [get_linear_schedule_with_warmup(o, num_steps // 100, num_steps) for o in optimizers]
-    adamw = SimpleNamespace(optimizer="adamw", lr=ours["lr"], weight_decay=ours["weight_decay"])
-    optimizers = build_optimizers(model, adamw)
-    for group in optimizers[0].param_groups:
+    own.lr, own.weight_decay = ours["adamw_lr"], ours["weight_decay"]
+    if "muon_lr" in ours:
+        own.muon_lr, own.muon_weight_decay = ours["muon_lr"], ours["weight_decay"]
+    else:
+        own.optimizer = "adamw"
+    optimizers = build_optimizers(model, own)
+    for group in optimizers[-1].param_groups:  # AdamW comes last, or alone
         group["betas"] = tuple(ours["betas"])
     shares = cosine(num_steps, ours["warmup_steps"], ours["min_lr_share"])
-    return optimizers, [torch.optim.lr_scheduler.LambdaLR(optimizers[0], shares)]
+    return optimizers, [torch.optim.lr_scheduler.LambdaLR(optimizer, shares) for optimizer in optimizers]
 
 
 def make(job: dict[str, Any]) -> tuple[Build, Any, Callable[..., Any]]:

@@ -1,0 +1,45 @@
+"""The processes of one training tell a user error once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eyas import config, console
+from eyas.errors import EyasError
+from eyas.stages import train as stage
+from eyas.train import distributed
+
+PATHS = ["target.json", "draft_vocab", "states", "manifest.json", "drafter", "metrics"]
+
+
+@pytest.fixture
+def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
+    """One of four processes on two hosts, in a folder whose parameters are wrong."""
+    number, local = request.param
+    for name, value in {"RANK": number, "LOCAL_RANK": local, "WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(distributed, "LAST_WORDS_S", 0.0)
+    monkeypatch.chdir(tmp_path)
+    good = (Path(__file__).parents[3] / config.PARAMS_PATH).read_text()
+    config.PARAMS_PATH.write_text(good.replace("num_steps:", "num_stepz:"))
+    return local
+
+
+@pytest.mark.parametrize("rank", [(0, 0), (1, 1), (2, 0), (3, 1)], indirect=True)
+def test_a_wrong_parameter_is_told_once_by_host_and_ends_all_alike(
+    rank: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught, console.user_errors():
+        stage.main(PATHS)
+    assert caught.value.code == 2
+    told = capsys.readouterr().err
+    assert told == "" if rank else "num_stepz" in told
+
+
+@pytest.mark.parametrize("local", [0, 1])
+def test_what_one_process_alone_meets_is_told_by_it(local: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", str(local))
+    with pytest.raises(EyasError, match="mine"), distributed.told_once():
+        raise EyasError("mine")
