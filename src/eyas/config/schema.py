@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eyas.config.checks import DEVICES, require, require_seed
+from eyas.config.engine_options import ENGINES, check_engine_options
 from eyas.config.training import DrafterConfig, TrainConfig
 
 MISSING: Any = "???"
@@ -144,7 +145,7 @@ class RespondConfig:
 
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""
-        require(self.engine in ("hf", "fake"), "respond.engine", self.engine, "hf or fake")
+        require(self.engine in ENGINES, "respond.engine", self.engine, " or ".join(ENGINES))
         require(self.max_new_tokens >= 1, "respond.max_new_tokens", self.max_new_tokens, "1 or more")
         require(self.num_samples >= 0, "respond.num_samples", self.num_samples, "0 or more")
         require(self.temperature > 0, "respond.temperature", self.temperature, "more than 0")
@@ -173,6 +174,7 @@ class ExtractConfig:
     """How hidden states are captured and stored."""
 
     engine: str = "hf"
+    """``hf`` (transformers in process), ``sglang`` (a real server beside us), ``vllm`` (the same of vLLM), ``fake`` (for tests)."""
     boundaries: list[int] = field(default_factory=list)
     """Aux boundaries: the state entering decoder layer b. Empty means 2, n//2, n-3."""
     codec: str = "blosc2"
@@ -184,7 +186,9 @@ class ExtractConfig:
     batch_tokens: int = 4096
     """Tokens per forward, padding included; decides numerics on batch-variant kernels."""
     engine_options: dict[str, Any] = field(default_factory=dict)
-    """Engine options that touch numerics."""
+    """Engine options that touch numerics. hf: attention. sglang: attention_backend, chunked_prefill_size,
+    max_prefill_tokens, max_running_requests (1 gives equal bytes each time), tp_size. vllm: attention_backend,
+    max_num_batched_tokens, max_num_seqs (likewise), tensor_parallel_size."""
     image: str = ""
     """Pinned container image by digest; empty outside containers."""
     max_failed_samples: int = 0
@@ -196,7 +200,8 @@ class ExtractConfig:
 
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""
-        require(self.engine in ("hf", "fake"), "extract.engine", self.engine, "hf or fake")
+        require(self.engine in ENGINES, "extract.engine", self.engine, " or ".join(ENGINES))
+        check_engine_options(self.engine, self.engine_options)
         require(self.codec in ("blosc2", "raw", "int8"), "extract.codec", self.codec, "blosc2, raw or int8")
         require(self.last_rows in ("all", "trained"), "extract.last_rows", self.last_rows, "all or trained")
         require(all(b >= 0 for b in self.boundaries), "extract.boundaries", list(self.boundaries), "numbers from 0")

@@ -34,7 +34,11 @@ class CapturedSample:
 
 
 class Engine(Protocol):
-    """Runs the target. Use as: open, then capture or generate, then close."""
+    """Runs the target. Use as: announce what is to be captured, open, capture or generate, close."""
+
+    def announce(self, samples: Sequence[TokenSample]) -> None:
+        """What is going to be asked for, in this order; called once, before ``open``. An engine may work ahead."""
+        ...
 
     def open(self) -> None:
         """Load or start what is needed."""

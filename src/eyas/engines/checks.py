@@ -44,7 +44,7 @@ def check_captured(captured: CapturedSample, sample: TokenSample, num_aux: int, 
         raise CaptureError(f"{name}: states of sample {captured.sample_id} came instead")
     _check_shape(f"{name}: aux", captured.aux_TAD, (num_tokens, num_aux, hidden_size))
     _check_shape(f"{name}: last", captured.last_TD, (num_tokens, hidden_size))
-    _check_ids(name, captured.input_ids_T, sample)
+    check_ids(name, captured.input_ids_T, sample)
     streams = {f"aux stream {a}": captured.aux_TAD[:, a] for a in range(num_aux)} | {"last": captured.last_TD}
     for stream, states_TD in streams.items():
         _check_values(f"{name}: {stream}", states_TD)
@@ -58,7 +58,8 @@ def _check_shape(what: str, states: torch.Tensor, expected: tuple[int, ...]) -> 
         raise CaptureError(f"{what}: dtype {states.dtype}, expected torch.bfloat16")
 
 
-def _check_ids(name: str, ids_T: torch.Tensor, sample: TokenSample) -> None:
+def check_ids(name: str, ids_T: torch.Tensor, sample: TokenSample) -> None:
+    """Raise ``CaptureError`` unless the ids are the sample's; ``name`` begins the message."""
     if len(ids_T) != len(sample.input_ids):
         raise CaptureError(f"{name}: {len(ids_T)} token ids, expected {len(sample.input_ids)}")
     differing = (ids_T.long() != torch.tensor(sample.input_ids)).nonzero()

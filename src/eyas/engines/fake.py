@@ -38,6 +38,9 @@ class FakeEngine:
     def __init__(self, target: TargetIdentity, boundaries: Sequence[int]) -> None:
         self._target, self._boundaries = target, tuple(boundaries)
 
+    def announce(self, samples: Sequence[TokenSample]) -> None:
+        """Nothing is computed ahead."""
+
     def open(self) -> None:
         """Nothing to load."""
 

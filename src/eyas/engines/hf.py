@@ -72,6 +72,9 @@ class HfEngine:
         assert self._loaded is not None, "engine is not open"
         return self._loaded
 
+    def announce(self, samples: Sequence[TokenSample]) -> None:
+        """Nothing is computed ahead."""
+
     def open(self) -> None:
         """Load the model and give torch every core this process may use."""
         if "OMP_NUM_THREADS" not in os.environ:

@@ -81,6 +81,9 @@ class ExtractResult:
     """What a lossy codec did to the calibration slice."""
 
 
+Probe = Callable[[Engine], None]
+
+
 @dataclass(slots=True)
 class _Run:
     """State of one run, in plan order where order matters."""
@@ -92,6 +95,7 @@ class _Run:
     limits: ExtractLimits
     done: dict[str, FinishedShard]
     head: Head | None = None
+    probe: Probe | None = None
     calibration: Calibration | None = None
     num_tokens: int = 0
     work_s: float = 0.0
@@ -119,6 +123,7 @@ def extract(
     manifest_path: Path,
     home: Path = HOME,
     head: Head | None = None,
+    probe: Probe | None = None,
 ) -> ExtractResult:
     """Capture every planned sample into shards and publish them.
 
@@ -131,6 +136,7 @@ def extract(
         manifest_path: Published last.
         home: Working folder on the same volume: lock and spool.
         head: Reads the target's head, for the effect of a lossy codec on its distribution.
+        probe: Looks at the open engine before anything is captured for keeps; raises ``CaptureError``.
 
     Raises:
         EyasError: Another extraction holds the lock.
@@ -146,7 +152,7 @@ def extract(
         check_one_volume(home, out)
         spool = Spool(home, plan.capture)
         stack.callback(spool.drop_if_empty)
-        run = _Run(plan, tokens, engine, spool, limits, _resume(spool, plan, limits, out, manifest_path), head)
+        run = _Run(plan, tokens, engine, spool, limits, _resume(spool, plan, limits, out, manifest_path), head, probe)
         run.calibration = stored_calibration(plan, spool, run.done)
         num_resumed = len(run.done)
         with _account(run):
@@ -244,7 +250,10 @@ def _capture_shards(run: _Run, watch: Watch) -> None:
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.closing(run.engine))
+            run.engine.announce([run.tokens[sample.sample_id] for shard in run.left for sample in shard.samples])
             run.engine.open()
+            if run.probe is not None:
+                run.probe(run.engine)
             run.calibration = run.calibration or calibrate(run.plan, run.tokens, run.engine, run.spool, run.head)
             encoder = stack.enter_context(Encoder(make_codec(run.plan.capture.codec, _scales(run))))
             num_writers = _num_writers()

@@ -10,7 +10,7 @@ from eyas.contracts import TargetIdentity
 from eyas.engines.base import Engine
 from eyas.errors import ConfigError
 
-NAMES = ("hf", "vllm", "fake")
+NAMES = ("hf", "sglang", "vllm", "fake")
 
 
 def make_engine(
@@ -70,6 +70,20 @@ def make_engine(
             options.setdefault("max_num_seqs", batch_size)
         return VllmEngine(
             target, folder, boundaries, dtype=dtype, device=device, trust_remote_code=trust_remote_code, options=options
+        )
+    if name == "sglang":
+        from eyas.engines.sglang.engine import OPTIONS, SglangEngine
+
+        _refuse_unknown(name, options, OPTIONS)
+        assert folder is not None
+        return SglangEngine(
+            target,
+            folder,
+            boundaries,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            **options,
         )
     raise ConfigError(f"engine: {name!r}, expected one of {', '.join(NAMES)}")
 

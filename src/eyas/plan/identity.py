@@ -8,9 +8,15 @@ from typing import cast
 from eyas.config import ExtractConfig, TargetConfig, resolve_boundaries
 from eyas.contracts import CaptureIdentity, LastRows, TargetIdentity
 from eyas.errors import PlanError
-from eyas.plan.interpreter import vllm_versions
+from eyas.plan.interpreter import sglang_versions, vllm_versions
 
-ENGINE_PACKAGES = {"hf": ("transformers", "torch"), "vllm": ("vllm", "torch"), "fake": ()}
+SGLANG = "sglang"
+ENGINE_PACKAGES = {
+    "hf": ("transformers", "torch"),
+    "fake": (),
+    SGLANG: ("sglang", "sglang-kernel", "torch"),
+    "vllm": ("vllm", "torch"),
+}
 """Packages whose version is an engine's; looked up without importing them. ``fake`` is ours alone."""
 OWN_VERSION = "1"
 
@@ -65,6 +71,9 @@ def engine_version(engine: str) -> str:
     if engine == "vllm":  # in an interpreter of its own
         return ", ".join(f"{name} {version}" for name, version in vllm_versions().items())
     versions = []
+    if engine == SGLANG:  # in an interpreter of its own; a CPU needs no kernel package
+        found = sglang_versions(ENGINE_PACKAGES[engine])
+        return ", ".join(f"{package} {found[package]}" for package in ENGINE_PACKAGES[engine] if package in found)
     for package in ENGINE_PACKAGES[engine]:
         try:
             # The build tag (2.13.0+cpu) is left out: a plan made on one machine is captured on another.

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from eyas.config.engine_options import check_engine_options
 from eyas.contracts import TargetIdentity
 from eyas.engines.boundaries import layer_ids
 from eyas.errors import ConfigError, ServerError
@@ -30,15 +31,9 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """All options, the defaults filled in.
 
     Raises:
-        ConfigError: One is unknown, or no positive number where it must be one.
+        ConfigError: One is unknown, or not with such a value.
     """
-    for name, value in options.items():
-        if name not in DEFAULTS:
-            raise ConfigError(f"engine_options.{name}: unknown to engine vllm, expected one of {', '.join(OPTIONS)}")
-        wants_text = name == "attention_backend"
-        if not (isinstance(value, str) if wants_text else type(value) is int and value >= 1):
-            expected = "a name of vLLM's" if wants_text else "a number from 1"
-            raise ConfigError(f"engine_options.{name}: {value!r}, expected {expected}")
+    check_engine_options("vllm", options)
     return DEFAULTS | dict(options)
 
 

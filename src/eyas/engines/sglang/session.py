@@ -1,0 +1,359 @@
+"""A server with all that hangs on it, opened and closed as one, and made anew when it fails.
+
+    Keeper ── Session ── Server (process)        or a running one, named by EYAS_SGLANG_URL
+                      ├─ Client (HTTP)
+                      └─ Link (plugin), Arena    for captures only
+
+What happens arrives as events in one queue, with its time, and is worked on by the one thread that asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from eyas import config, console
+from eyas.contracts import TargetIdentity
+from eyas.engines.boundaries import layer_ids
+from eyas.engines.sglang import preflight, versions, wire
+from eyas.engines.sglang.arena import Arena, arena_bytes, free_shm_bytes
+from eyas.engines.sglang.client import Client, Reply
+from eyas.engines.sglang.collector import Closed, Link, Pulse
+from eyas.engines.sglang.server import LOGS, PluginFolder, Server, free_port
+from eyas.errors import ServerError
+from eyas.plan.interpreter import sglang_python
+
+URL_VARIABLE = "EYAS_SGLANG_URL"
+ARGUMENTS_VARIABLE = "EYAS_SGLANG_ARGS"
+KEY_VARIABLE = "EYAS_SGLANG_API_KEY"
+CPU_POOL_TOKENS = 16384
+BACKOFF_S = (1.0, 5.0, 15.0)
+"""Before each restart without a finished request between; then the run ends."""
+LOOK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A reply to one request."""
+
+    number: int
+    reply: Reply
+
+
+Event = Answered | wire.Message | Closed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a session is for."""
+
+    target: TargetIdentity
+    folder: Path
+    boundaries: tuple[int, ...]
+    """Empty for a server that only writes answers."""
+    dtype: str
+    device: str
+    version: str
+    """Of sglang."""
+    options: dict[str, str | int]
+    trust_remote_code: bool = False
+
+    @property
+    def layout(self) -> wire.Layout:
+        """Of a sample in the arena."""
+        return wire.Layout(len(self.boundaries), self.target.hidden_size, self.dtype)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The boundaries in SGLang's spelling."""
+        target = self.target
+        return layer_ids(self.boundaries, "sglang", model_type=target.model_type, num_layers=target.num_layers)
+
+
+def command(wanted: Wanted, python: str, port: int, num_tokens: int = 0, capability: float = 0.0) -> list[str]:
+    """Program and arguments of a server.
+
+    Args:
+        wanted: What it is for.
+        python: Interpreter.
+        port: Of this machine alone.
+        num_tokens: Of the longest request.
+        capability: Of the GPU; 0 on a CPU.
+    """
+    options = dict(wanted.options)
+    attention = options.pop("attention_backend", None)
+    if wanted.device != "cpu":
+        attention = preflight.check_attention(
+            None if attention is None else str(attention), capability, wanted.target.model_type
+        )
+    further = shlex.split(os.environ.get(ARGUMENTS_VARIABLE, ""))
+    numbers = {name: int(value) for name, value in options.items()}
+    arguments = versions.server_arguments(
+        wanted.version,
+        versions.ServerOptions(
+            model_path=str(wanted.folder.resolve()),
+            port=port,
+            device=wanted.device,
+            dtype=wanted.dtype,
+            attention_backend=None if attention is None else str(attention),
+            max_total_tokens=max(CPU_POOL_TOKENS, num_tokens + 1024) if wanted.device == "cpu" else None,
+            decode=not wanted.boundaries,
+            further=[*(["--trust-remote-code"] if wanted.trust_remote_code else []), *further],
+            **numbers,
+        ),
+    )
+    return [python, "-m", "sglang.launch_server", *arguments]
+
+
+def environment(wanted: Wanted, plugin_folder: Path, socket_path: Path) -> dict[str, str]:
+    """Variables that a server needs beside this process' own."""
+    python_path = os.pathsep.join(filter(None, [str(plugin_folder), os.environ.get("PYTHONPATH", "")]))
+    found = {"PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if wanted.device == "cpu":
+        shim = plugin_folder / "eyas/engines/sglang/cpu_shim"
+        found |= versions.cpu_environment(str(shim), python_path, int(wanted.options.get("tp_size", 1)))
+    if wanted.boundaries:
+        found |= {
+            wire.SOCKET_VARIABLE: str(socket_path),
+            wire.LAYERS_VARIABLE: str(list(wanted.layers)),
+        }
+    return found
+
+
+class Session:
+    """One server, open.
+
+    Args:
+        wanted: What it is for.
+        num_log: Number of its log.
+        longest: Tokens of the longest request.
+        total_bytes: Slots of all samples; bounds the arena.
+
+    Raises:
+        ServerError: It does not come up, or is not as the plan expects.
+        DiskError: There is too little shared memory.
+    """
+
+    def __init__(self, wanted: Wanted, num_log: int, longest: int, total_bytes: int) -> None:
+        self.wanted, self.num_log, self.longest = wanted, num_log, longest
+        self.events: queue.SimpleQueue[tuple[float, Event]] = queue.SimpleQueue()
+        self.server: Server | None = None
+        self.hello: wire.Hello | None = None
+        self.nonce = secrets.token_hex(8)
+        self.closed_reason = ""
+        self._stack = contextlib.ExitStack()
+        try:
+            self._open(total_bytes)
+        except BaseException:
+            self.close(at_once=True)
+            raise
+
+    def _open(self, total_bytes: int) -> None:
+        url = os.environ.get(URL_VARIABLE, "")
+        socket_path = Path(os.environ.get(wire.SOCKET_VARIABLE, ""))
+        key = os.environ.get(KEY_VARIABLE, "")
+        if not url:
+            url, key, socket_path = self._start()
+        elif self.wanted.boundaries and not os.environ.get(wire.SOCKET_VARIABLE):
+            raise ServerError(
+                f"{URL_VARIABLE} is {url}, but {wire.SOCKET_VARIABLE} does not name its plugin's socket",
+                "`eyas sglang-command` prints how to start a server that captures",
+            )
+        self.client = Client(url, key, lambda number, reply: self._put(Answered(number, reply)))
+        self._stack.callback(self.client.close)
+        self.link = Link(socket_path, self._put)
+        self._stack.callback(self.link.close)
+        self.pulse = Pulse(self.link)
+        self._wait_until_ready(url)
+        if self.wanted.boundaries:
+            self._attach(url, socket_path, total_bytes)
+
+    def _start(self) -> tuple[str, str, Path]:
+        wanted, python = self.wanted, sglang_python()
+        capability = preflight.check_machine(wanted.device, int(wanted.options.get("tp_size", 1)))
+        folder = PluginFolder()
+        self._stack.callback(folder.close)
+        port, key, socket_path = free_port(), secrets.token_hex(16), folder.path / "capture.sock"
+        arguments = [*command(wanted, python, port, self.longest, capability), "--api-key", key]
+        variables = os.environ | environment(wanted, folder.path, socket_path)
+        self.server = Server(arguments, variables, LOGS / f"server-{self.num_log}.log")
+        console.log(f"sglang: {wanted.version} starts (process {self.server.pid}), log {self.server.log}")
+        return f"http://127.0.0.1:{port}", key, socket_path
+
+    def _wait_until_ready(self, url: str) -> None:
+        limit_s = config.knob("EYAS_SGLANG_START_S", 1800) if self.server is not None else 10.0
+        start_s = time.monotonic()
+        while not self.client.is_healthy():
+            if self.server is not None and self.server.exit:
+                raise self.server.fault(f"the server did not start: {self.server.exit}")
+            if time.monotonic() - start_s > limit_s:
+                raise self._never_ready(url, limit_s)
+            time.sleep(LOOK_S)
+        if self.server is not None:
+            console.log(f"sglang: ready after {console.human_seconds(time.monotonic() - start_s)}")
+
+    def _never_ready(self, url: str, limit_s: float) -> ServerError:
+        if self.server is not None:
+            hint = "EYAS_SGLANG_START_S=3600 waits longer"
+            return self.server.fault(f"the server was not ready after {limit_s:.0f} s", hint)
+        return ServerError(f"{url}/health does not answer", "is the server up, and does the URL name it?")
+
+    def _attach(self, url: str, socket_path: Path, total_bytes: int) -> None:
+        wanted, context = self.wanted, self.wanted.target.max_position_embeddings
+        longest_bytes = wanted.layout.slot_bytes(self.longest or context)
+        self.arena = Arena(arena_bytes(longest_bytes, total_bytes, free_shm_bytes()))
+        self._stack.callback(self.arena.close)
+        self.hello = self.link.connect()
+        if self.hello is None:
+            raise ServerError(
+                f"{url}: nobody listens at {socket_path}: that server runs without eyas' plugin",
+                "start it by what `eyas sglang-command` prints, or unset EYAS_SGLANG_URL: eyas starts one itself",
+            )
+        expected = preflight.Expected(
+            target=wanted.target,
+            boundaries=wanted.boundaries,
+            dtype=wanted.dtype,
+            version=wanted.version,
+            options=wanted.options,
+        )
+        preflight.check_hello(self.hello, expected)
+        preflight.check_longest(self.longest, self.hello.server_args, context)
+        self.longest_prompt = preflight.longest_prompt(self.hello.server_args, context)
+        self.link.attach(self.arena, self.nonce)
+
+    def _put(self, event: Event) -> None:
+        if isinstance(event, Closed):
+            self.closed_reason = event.reason
+        self.events.put((time.monotonic(), event))
+
+    @property
+    def is_attached_to_another(self) -> bool:
+        """The server is not ours to end."""
+        return self.server is None
+
+    @property
+    def end(self) -> str:
+        """How the server or the plugin's connection ended; empty while both live."""
+        if self.server is not None and self.server.exit:
+            return f"the server: {self.server.exit}"
+        return f"the scheduler's process is gone: {self.closed_reason}" if self.closed_reason else ""
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End all of it; safe to call twice."""
+        if self.server is not None:
+            self.server.stop(at_once=at_once)
+        self._stack.close()
+
+
+class Keeper:
+    """Keeps a session open: watches it, and opens another when it fails.
+
+    Args:
+        wanted: What it is for.
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.longest, self.total_bytes = 0, 1 << 62
+        self.num_restarts = 0
+        self.lost_at_s: list[float] = []
+        """When each failure was noticed, for measurements."""
+        self._watchdog_s = config.knob("EYAS_WATCHDOG_S", 300)
+        self._in_a_row = 0
+        self._session: Session | None = None
+        self._progress_s = 0.0
+
+    @property
+    def session(self) -> Session:
+        """The open one."""
+        assert self._session is not None, "engine is not open"
+        return self._session
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is one."""
+        return self._session is not None
+
+    def open(self) -> None:
+        """Open the first one."""
+        self._session = Session(self.wanted, self.num_restarts + 1, self.longest, self.total_bytes)
+        self.progressed()
+
+    def close(self) -> None:
+        """End it; safe to call twice."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def progressed(self) -> None:
+        """Something is under way from now on."""
+        self._progress_s = time.monotonic()
+
+    def finished(self) -> None:
+        """A request was finished: restarts are counted anew."""
+        self._in_a_row = 0
+
+    def next_events(self) -> list[Event]:
+        """What happened; waits a moment when nothing did. Ends at once when the server does."""
+        session, found = self.session, []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                at_s, event = session.events.get(timeout=0 if found else LOOK_S)
+                if isinstance(event, wire.Pong):
+                    session.pulse.heard(event)
+                elif not isinstance(event, Closed):
+                    self._progress_s = max(self._progress_s, at_s)
+                found.append(event)
+        return found
+
+    def fault(self, *, is_busy: bool) -> str:
+        """Why the session must be given up; empty while it need not be."""
+        session = self.session
+        if session.end:
+            return session.end
+        if session.hello is not None:
+            session.pulse.beat()
+            if session.pulse.silent_s > Pulse.LIMIT_S:
+                return f"the scheduler has not answered for {session.pulse.silent_s:.0f} s"
+        idle_s = time.monotonic() - self._progress_s
+        if is_busy and idle_s > self._watchdog_s:
+            return f"no request went on for {idle_s:.0f} s (EYAS_WATCHDOG_S)"
+        return ""
+
+    def renew(self, reason: str) -> None:
+        """Give the session up and open another.
+
+        Raises:
+            ServerError: It failed too often without a finished request between, or does not come up.
+        """
+        old = self.session
+        self.lost_at_s.append(time.monotonic())
+        self.num_restarts += 1
+        old.close(at_once=True)
+        if self._in_a_row == len(BACKOFF_S):
+            problem = f"the server failed {self._in_a_row + 1} times without a finished request between: {reason}"
+            raise ServerError(problem) if old.server is None else old.server.fault(problem)
+        console.log(f"sglang: {reason}; starts again in {BACKOFF_S[self._in_a_row]:.0f} s")
+        time.sleep(BACKOFF_S[self._in_a_row])
+        self._in_a_row += 1
+        self.open()
+
+
+def attach_command(wanted: Wanted, python: str, socket_path: str, port: int) -> str:
+    """What a user types to start a server that eyas can attach to, and eyas with it."""
+    folder = Path(__file__).parents[3]
+    variables = environment(wanted, folder, Path(socket_path))
+    started: Sequence[str] = command(wanted, python, port)
+    set_them = [f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items())]
+    server = " \\\n  ".join([*set_them, shlex.join(started)])
+    return (
+        f"# the server; its python needs eyas: {python} -m pip install --no-deps -e .\n{server}\n\n# and then eyas\n"
+        f"{URL_VARIABLE}=http://127.0.0.1:{port} {wire.SOCKET_VARIABLE}={shlex.quote(socket_path)} make extract"
+    )
