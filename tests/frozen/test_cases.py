@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-UNIT = ROOT / "tests/unit"
+TESTS_ROOT = ROOT / "tests"
+UNIT = TESTS_ROOT / "unit"
 ROWS = re.findall(r"^\| (\d+)(?:-(\d+))? \| (.+?) \| (.+) \|$", (ROOT / "docs/cases.md").read_text(), re.MULTILINE)
 TESTS = re.findall(r"`([\w/]+\.py)::(\w+)`", " ".join(row[3] for row in ROWS))
 
@@ -32,13 +33,13 @@ def test_every_number_has_one_row_with_a_test_or_a_reason() -> None:
 
 @pytest.mark.parametrize(("path", "name"), sorted(set(TESTS)))
 def test_named_test_exists(path: str, name: str) -> None:
-    assert name in functions(UNIT / path)
+    assert name in functions(TESTS_ROOT / path if path.startswith("servers/") else UNIT / path)
 
 
 def test_cases_that_tests_claim_are_covered_in_the_table() -> None:
     later = {number for row in ROWS if row[3].startswith("later:") for number in numbers(row)}
     claimed = set()
-    for path in UNIT.rglob("test_*.py"):
+    for path in (*UNIT.rglob("test_*.py"), *(TESTS_ROOT / "servers").glob("test_*.py")):
         for listed in re.findall(r"[Cc]ases? (\d+(?:(?:, | and )\d+)*)", path.read_text()):
             claimed |= {int(number) for number in re.findall(r"\d+", listed)}
     assert claimed & later == set()

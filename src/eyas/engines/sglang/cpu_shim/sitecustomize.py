@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import FrameType, ModuleType
 
 ABSENT = {
@@ -24,6 +25,8 @@ ABSENT = {
 }
 """Package to the version that it claims."""
 KERNELS = "sgl_kernel"
+ASKS = find_spec.__code__.co_filename
+"""``importlib.util.find_spec``: who wants to know whether a package is there hears that it is not."""
 ASKS_BY_IMPORT = "/torch/utils/_triton.py"
 """Imports Triton to learn whether it is there; has to hear that it is not."""
 
@@ -99,8 +102,8 @@ class Finder:
 
 def _only_asks(frame: FrameType | None) -> bool:
     while frame is not None and "importlib" in frame.f_code.co_filename:
-        if frame.f_code.co_filename.endswith("importlib/util.py"):
-            return True  # importlib.util.find_spec
+        if frame.f_code.co_filename == ASKS:
+            return True
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.endswith(ASKS_BY_IMPORT)
 
