@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,9 @@ class Dispatcher:
         self.worker: Worker | None = None
         self.budget_bytes = 0
         self._wanted: deque[Job] = deque()
-        self._ahead: deque[Job] = deque()
+        self._ahead: Iterator[Job] = iter(())
+        self._next_ahead: Job | None = None
+        self._asked: set[str] = set()
         self._flying: dict[str, Flight] = {}
         self._landed: dict[str, Flight] = {}
         self._failed: dict[str, str] = {}
@@ -77,14 +79,12 @@ class Dispatcher:
         """Jobs that somebody waits for now; those already under way are not sent again."""
         known = self._known()
         jobs = [job for job in jobs if job.key not in known]
-        keys = {job.key for job in jobs}
+        self._asked |= {job.key for job in jobs}
         self._wanted = deque(jobs)
-        self._ahead = deque(job for job in self._ahead if job.key not in keys)
 
     def announce(self, jobs: Iterable[Job]) -> None:
-        """Jobs that will be wanted, in order; they are worked at as far as there is room."""
-        known = self._known()
-        self._ahead = deque(job for job in jobs if job.key not in known)
+        """Jobs that will be wanted, in order; they are worked at as far as there is room, and made only then."""
+        self._ahead, self._next_ahead, self._asked = iter(jobs), None, set()
 
     def _known(self) -> set[str]:
         return {flight.job.key for flight in self._flying.values()} | self._landed.keys() | self._failed.keys()
@@ -110,7 +110,7 @@ class Dispatcher:
             worker = self._running()
             self._admit(worker)
             late = any(flight.answer is not None for flight in self._flying.values())
-            for message in worker.receive(LOOK_FOR_FILE_S if late else timeout_s):
+            for message in worker.receive(min(timeout_s, LOOK_FOR_FILE_S) if late else timeout_s):
                 self._sort(message)
             self._look_for_files()
             if any(flight.answer is None for flight in self._flying.values()):
@@ -146,19 +146,26 @@ class Dispatcher:
             return None
         if any(self._is_suspect(flight.job) for flight in self._flying.values()):
             return None
-        for queue, share in ((self._wanted, 1.0), (self._ahead, 0.5)):
-            if not queue:
-                continue
-            job = queue[0]
-            if self._is_suspect(job):
-                return queue.popleft() if not self._flying else None
-            if self._used_bytes() + job.num_bytes <= share * self.budget_bytes or not job.num_bytes:
-                return queue.popleft()
-            if queue is self._wanted and not self._flying:
-                # What was done ahead fills the room; somebody waits for this one. Two of the longest always fit.
-                return queue.popleft()
+        if self._wanted:
+            # When nothing flies, what was done ahead fills its half; somebody waits for this one, and it fits the other.
+            fits = self._fits(self._wanted[0], 1.0) and not self._is_suspect(self._wanted[0])
+            return self._wanted.popleft() if fits or not self._flying else None
+        job = self._look_ahead()
+        if job is None or not self._fits(job, 0.5) or (self._is_suspect(job) and self._flying):
             return None
-        return None
+        self._next_ahead = None
+        return job
+
+    def _look_ahead(self) -> Job | None:
+        known = self._known()
+        while self._next_ahead is None or self._next_ahead.key in known or self._next_ahead.key in self._asked:
+            self._next_ahead = next(self._ahead, None)
+            if self._next_ahead is None:
+                return None
+        return self._next_ahead
+
+    def _fits(self, job: Job, share: float) -> bool:
+        return not job.num_bytes or self._used_bytes() + job.num_bytes <= share * self.budget_bytes
 
     def _is_suspect(self, job: Job) -> bool:
         return self._faults.get(job.key, 0) >= ALONE_AFTER_FAULTS

@@ -122,9 +122,8 @@ class VllmEngine:
             self._work_ahead()
 
     def _work_ahead(self) -> None:
-        fitting = [sample for sample in self._announced if self._reason(sample) is None]
-        self._make_room(fitting)
-        self._running().announce(self._job(sample) for sample in fitting)
+        self._make_room(sample for sample in self._announced if len(sample.input_ids) < self._context)
+        self._running().announce(self._job(sample) for sample in self._announced if self._reason(sample) is None)
 
     def capture(self, batch: Sequence[TokenSample]) -> Iterator[CapturedSample]:
         """States of every sample of a batch, each as soon as it is whole.
@@ -140,7 +139,10 @@ class VllmEngine:
         wanted = {sample.sample_id: sample for sample in batch if self._reason(sample) is None}
         self._make_room(wanted.values())
         dispatcher.want(self._job(sample) for sample in wanted.values())
+        wait_s = 0.0
         while wanted:
+            dispatcher.turn(wait_s)
+            wait_s = LISTEN_S
             for sample in list(wanted.values()):
                 taken = dispatcher.take(sample.sample_id)
                 if isinstance(taken, str):
@@ -149,8 +151,8 @@ class VllmEngine:
                 elif taken is not None and (captured := self._read(taken, sample)) is not None:
                     del wanted[sample.sample_id]
                     yield captured
-            if wanted:
-                dispatcher.turn(LISTEN_S)
+                    wait_s = 0.0
+                    dispatcher.turn(wait_s)  # there is room again: whoever encodes meanwhile must not let vLLM run dry
         if errors:
             raise errors[0]
 
