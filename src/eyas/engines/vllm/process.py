@@ -84,6 +84,9 @@ class Worker:
             return self._first_word()
         except WorkerEndError as ended:
             raise ServerError(f"vLLM did not start: {ended}\n{self.tail()}", f"the whole log: {self.log}") from ended
+        except BaseException:
+            self.kill()
+            raise
 
     def _first_word(self) -> dict[str, Any]:
         size = -1
@@ -105,8 +108,9 @@ class Worker:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
         except TimeoutError:
             self.end(f"it took no request for {self._patience_s:g} s")
-        except OSError as error:
-            self.end(self._how(error))
+        except OSError:
+            while True:  # its last words may still lie in the socket; at its end this raises
+                self.receive(1.0)
 
     def receive(self, timeout_s: float) -> list[dict[str, Any]]:
         """Messages that came, waiting for the first so long.
@@ -165,12 +169,12 @@ class Worker:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         return "\n".join(f"  {line[:300]}" for line in lines[-TAIL_LINES:])
 
-    def _how(self, error: OSError | None = None) -> str:
+    def _how(self) -> str:
         assert self._process is not None
         try:
             status = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
-            return f"its socket broke ({error})" if error else "it closed its socket"
+            return "it closed its socket"
         return f"killed by {signal.Signals(-status).name}" if status < 0 else f"it ended with exit code {status}"
 
 
