@@ -24,7 +24,7 @@ from eyas.contracts import FinalNorm, TargetIdentity, TokenSample
 from eyas.conversations.generation import GenerateRequest
 from eyas.engines.probe import probe
 from eyas.engines.taps import text_model
-from eyas.engines.vllm import preflight, shared_memory
+from eyas.engines.vllm import preflight
 from eyas.engines.vllm.engine import VllmEngine
 from eyas.errors import CaptureError, EyasError
 from eyas.target.load import load_model
@@ -94,20 +94,18 @@ def prompt(name, num_tokens, seed=0):
 
 @pytest.fixture
 def opened(target, folder):
+    folders = []
     with contextlib.ExitStack() as stack:
 
         def make(boundaries=BOUNDARIES, dtype="bfloat16", **options):
             made = VllmEngine(target, folder, boundaries, dtype=dtype, options=options)
             stack.callback(made.close)
             made.open()
+            folders.append(made._states.path)
             return made
 
         yield make
-    assert not [path for path in shared_memory.ROOT.glob(shared_memory.PREFIX + "*") if _is_young(path)]
-
-
-def _is_young(path):
-    return time.time() - path.stat().st_mtime < 60
+    assert not any(path.exists() for path in folders)
 
 
 def captured(engine, samples):
