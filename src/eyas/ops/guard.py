@@ -28,7 +28,6 @@ from eyas.ops.published import MANIFEST, OUTS, PLAN, STATES, Planned, Published
 from eyas.plan.cache import cache_object, hashes, locked_stage, object_finder, read_yaml
 from eyas.shards import handover
 from eyas.shards.handover import HOME, LOCK_NAME
-from eyas.train import finished
 
 EXTRACT = ("dvc", "repro", "extract")
 DRAFTER = "models/drafter"
@@ -91,9 +90,10 @@ def settle(root: Path) -> list[str]:
     Returns:
         Identities of the spools that were removed.
     """
-    finished.settle(
-        root / HOME / "train", hashes(locked_stage(root, "train"), "outs").get(DRAFTER), object_finder(root)
-    )
+    from eyas.train import finished  # the look, which has half a second, does without
+
+    locked = hashes(locked_stage(root, "train"), "outs")
+    finished.settle(root / HOME / "train", locked.get(DRAFTER), object_finder(root))
     with _lock(root):
         settled = _settle_spools(root)
         published = store.read_published(root / MANIFEST)

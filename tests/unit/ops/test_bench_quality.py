@@ -159,7 +159,7 @@ def test_the_residual_a_drafter_was_trained_with_decides_its_drafts(in_root: Pat
 def test_a_peer_gets_the_rate_of_the_optimizer_it_has(ours: TrainConfig, adamw: float, muon: float) -> None:
     """Muon's rate costs AdamW 0.055 tau: a peer that has AdamW alone never gets it."""
     settings = {(variant.peer, variant.name): variant.settings for variant in variants(ours)}
-    assert settings["specforge", "our AdamW rate"]["lr"] == adamw
+    assert settings["specforge", "our AdamW rate and TTT"]["lr"] == adamw
     assert settings["specforge", "our AdamW rate and TTT"]["lr"] == adamw
     plain, beside = (settings["speculators", f"our {name}"]["ours"] for name in ("AdamW", "Muon"))
     assert plain["adamw_lr"] == beside["adamw_lr"] == adamw

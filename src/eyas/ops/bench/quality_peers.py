@@ -88,7 +88,6 @@ def variants(ours: TrainConfig) -> list[Variant]:
         ("speculators", "our AdamW", {**adapted, "ours": shared}),
         ("speculators", "our Muon", {**adapted, "ours": {**shared, "muon_lr": rates["muon"]}}),
         ("specforge", "its defaults", specforge),
-        ("specforge", "our AdamW rate", {**specforge, "lr": rates["adamw"]}),
         ("specforge", "our AdamW rate and TTT", {**specforge, "lr": rates["adamw"], "ttt_steps": ours.ttt_steps}),
     ]
     return [Variant(peer=peer, name=name, settings=settings) for peer, name, settings in named]
