@@ -26,6 +26,7 @@ from eyas.engines.vllm import dispatch, engine, files, preflight, process, share
 from eyas.engines.vllm.final_norm import apply_final_norm
 from eyas.errors import CaptureError, ConfigError, PlanError, ServerError
 from eyas.plan import interpreter
+from eyas.plan.identity import engine_version
 
 BOUNDARIES = (1, 2, 4)
 
@@ -337,6 +338,7 @@ def test_another_version_is_named_beside_the_supported_one(monkeypatch, tmp_path
     python.chmod(0o755)
     monkeypatch.setenv("EYAS_VLLM_PYTHON", str(python))
     assert interpreter.vllm_versions() == {"vllm": "0.33.1", "torch": "2.14.0"}
+    assert engine_version("vllm") == "vllm 0.33.1, torch 2.14.0"
     with pytest.raises(ServerError, match=r"vllm 0\.33\.1, supported: 0\.32\.0"):
         preflight.check_versions()
     monkeypatch.setenv("EYAS_VLLM_PYTHON", "/nowhere/python")
