@@ -6,6 +6,7 @@ Letters: T tokens, N streams, D hidden size.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from eyas.contracts import FinalNorm, TargetIdentity, TokenSample
 from eyas.conversations.generation import GenerateRequest
@@ -79,8 +81,8 @@ def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def prompt(name, num_tokens, seed=0):
-    ids = random.Random(f"{name} {seed}").choices(range(3, 49000), k=num_tokens)
+def prompt(name, num_tokens, top=49000):
+    ids = random.Random(name).choices(range(3, top), k=num_tokens)
     return TokenSample(
         sample_id=name,
         conversation_id="c",
@@ -97,8 +99,8 @@ def opened(target, folder):
     folders = []
     with contextlib.ExitStack() as stack:
 
-        def make(boundaries=BOUNDARIES, dtype="bfloat16", **options):
-            made = VllmEngine(target, folder, boundaries, dtype=dtype, options=options)
+        def make(boundaries=BOUNDARIES, dtype="bfloat16", model=(target, folder), **options):
+            made = VllmEngine(*model, boundaries, dtype=dtype, options=options)
             stack.callback(made.close)
             made.open()
             folders.append(made._states.path)
@@ -113,8 +115,9 @@ def captured(engine, samples):
     assert found.keys() == {each.sample_id for each in samples}
     for each in samples:
         assert found[each.sample_id].input_ids_T.tolist() == list(each.input_ids)
-        assert found[each.sample_id].aux_TAD.shape == (len(each.input_ids), len(BOUNDARIES), 576)
-        assert found[each.sample_id].last_TD.shape == (len(each.input_ids), 576)
+        num_tokens, num_aux, width = found[each.sample_id].aux_TAD.shape
+        assert (num_tokens, num_aux) == (len(each.input_ids), len(BOUNDARIES))
+        assert found[each.sample_id].last_TD.shape == (num_tokens, width)
     return {name: torch.cat([got.aux_TAD, got.last_TD[:, None]], dim=1) for name, got in found.items()}
 
 
@@ -190,7 +193,7 @@ def test_faults_end_in_whole_samples_or_named_ones(opened):
 def _near(states, reference):
     for name in states:
         row_TN = (states[name].float() - reference[name].float()).norm(dim=-1) / reference[name].float().norm(dim=-1)
-        assert float(row_TN.mean()) < 0.01, name
+        assert float(row_TN.mean()) < 0.03, name  # what shares a batch moves bf16 by 0.01; a wrong row by 1
 
 
 def _one_bad_prompt_loses_no_other(engine, good, undisturbed):
@@ -236,11 +239,23 @@ def _a_killed_engine_is_replaced(engine, good, undisturbed):
     assert engine._dispatcher.worker.pid != pid
 
 
-def test_two_ranks_write_each_sample_once_and_a_killed_rank_is_noticed(opened, monkeypatch):
+@pytest.fixture(scope="module")
+def tiny(target, tmp_path_factory):
+    """A random Llama whose heads can be shared by two; SmolLM2 has nine."""
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048}
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("tiny")
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads), dtype=torch.bfloat16).save_pretrained(path)
+    facts = {"num_layers": 4, "hidden_size": 256, "vocab_size": 512, "max_position_embeddings": 2048}
+    return dataclasses.replace(target, **facts), path
+
+
+def test_two_ranks_write_each_sample_once_and_a_killed_rank_is_noticed(opened, tiny, monkeypatch):
     """Case 60; and vLLM's own wait for a dead rank is ended."""
     monkeypatch.setenv("EYAS_WATCHDOG_S", "60")
-    engine = opened(tensor_parallel_size=2)
-    samples = [prompt(f"p{n}", length) for n, length in enumerate((12, 300))]
+    engine = opened(boundaries=(1, 2, 3), model=tiny, tensor_parallel_size=2)
+    samples = [prompt(f"p{n}", length, top=512) for n, length in enumerate((12, 300))]
     states = captured(engine, samples)
     pid = engine._dispatcher.worker.pid
     listed = subprocess.run(
