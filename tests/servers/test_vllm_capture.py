@@ -254,6 +254,7 @@ def tiny(target, tmp_path_factory):
 def test_two_ranks_write_each_sample_once_and_a_killed_rank_is_noticed(opened, tiny, monkeypatch):
     """Case 60; and vLLM's own wait for a dead rank is ended."""
     monkeypatch.setenv("EYAS_WATCHDOG_S", "60")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # left alone, vLLM wants a NUMA node for each rank
     engine = opened(boundaries=(1, 2, 3), model=tiny, tensor_parallel_size=2)
     samples = [prompt(f"p{n}", length, top=512) for n, length in enumerate((12, 300))]
     states = captured(engine, samples)
