@@ -42,7 +42,7 @@ class Server:
     log: Path
     group: int
 
-    def post(self, path: str, body: Mapping[str, Any], timeout: float = 200) -> Any:
+    def post(self, path: str, body: Mapping[str, Any], timeout: float = 900) -> Any:
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
         )

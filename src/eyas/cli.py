@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         help="TARGET, DATA, MACHINE or DRAFTER, and a file below conf/GROUP; a group left out takes its default",
     )
     _add(commands, "doctor", _doctor, "what this machine has, lacks and what to do about it")
+    _add(commands, "sglang-command", _sglang_command, "how to start an SGLang server that an extraction can attach to")
     _add(commands, "budget", _budget, "whether the planned capture fits this volume, and what would make it fit")
     guard = _add(commands, "guard", _guard, "look at the hidden states before a command of DVC's could wipe them")
     guard.add_argument("--force", action="store_true", help="go on although finished states would be deleted")
@@ -76,9 +77,9 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     )
     bench.add_argument(
         "name",
-        choices=("store", "crash", "corruption", "gc", "train", "train-quality"),
+        choices=("store", "crash", "corruption", "faults", "gc", "train", "train-quality"),
         help="bytes and speeds (3 minutes), 200 kills (2 to 4), damage and who finds it (2); the states are only read. "
-        "gc: promised and measured bytes, a plan over 80,000 objects (1). train: speed, memory and loss beside other "
+        "faults: a real SGLang made to fail in nine ways (5). gc: promised and measured bytes, a plan over 80,000 objects (1). train: speed, memory and loss beside other "
         "trainers (15), each with an environment below .eyas/bench/peers that the first run makes; the path of a python "
         "in EYAS_PEER_SPECULATORS or EYAS_PEER_SPECFORGE is taken instead. train-quality: tau beside them (hours on a CPU)",
     )
@@ -180,6 +181,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
             if finding.hint:
                 console.emit(f"\nhint: {finding.name}: {finding.hint}")
     return 1 if any(finding.state == "problem" for finding in findings) else 0
+
+
+def _sglang_command(arguments: argparse.Namespace) -> int:
+    from eyas.ops.sglang_command import sglang_command
+
+    text = sglang_command(Path())
+    console.emit(canonical_json({"command": text}) if arguments.json else text)
+    return 0
 
 
 def _budget(arguments: argparse.Namespace) -> int:

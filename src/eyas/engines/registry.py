@@ -83,7 +83,7 @@ def make_engine(
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
-            **options,
+            **({} if boundaries else {"max_running_requests": batch_size}) | options,
         )
     raise ConfigError(f"engine: {name!r}, expected one of {', '.join(NAMES)}")
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 from eyas import console, fs
-from eyas.errors import DiskError
+from eyas.config import PARAMS_PATH, load
+from eyas.errors import ConfigError, DiskError
 from eyas.plan.budget import HARDLINK_FIX
 from eyas.plan.cache import SITE_CACHE, cache_dir, check_links, copying_types, site_cache_dir
 
@@ -55,6 +56,26 @@ def examine(root: Path) -> list[Finding]:
         _repository(root),
         _program("make", "--version", "apt-get install make"),
         _dvc(root),
+        *_sglang(root),
+    ]
+
+
+def _sglang(root: Path) -> list[Finding]:
+    """What a capture or answers by SGLang need, where the parameters ask for it."""
+    if not (root / PARAMS_PATH).is_file():
+        return []
+    try:
+        params = load(root / PARAMS_PATH)
+    except ConfigError as error:
+        return [Finding(str(PARAMS_PATH), "problem", error.message, error.hint or "")]
+    if "sglang" not in (params.extract.engine, params.respond.engine if params.respond.enabled else ""):
+        return []
+    from eyas.engines.sglang.preflight import findings
+
+    tp_size = int(params.extract.engine_options.get("tp_size", 1))
+    return [
+        Finding(name, "problem" if state == "problem" else "found", value, hint)
+        for name, state, value, hint in findings(params.target.device, tp_size)
     ]
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from eyas import config, console, fs
 from eyas.canonical import to_plain
 from eyas.config import Params
-from eyas.contracts import CapturePlan, TargetIdentity
+from eyas.contracts import CapturePlan, TargetIdentity, TokenSample
 from eyas.engines.base import Engine
-from eyas.engines.loop import ExtractLimits, extract
+from eyas.engines.loop import ExtractLimits, Probe, extract
 from eyas.engines.registry import make_engine
 from eyas.engines.summary import extract_table
 from eyas.errors import PlanError
@@ -26,6 +26,7 @@ from eyas.target.locate import ensure
 from eyas.tokens.dataset import iter_tokens, read_index, read_lengths
 
 REPLAN = "make the plan again: `dvc repro plan`"
+SERVER_ENGINES = ("sglang",)
 PATHS = ("TARGET_JSON", "TOKENS", "PLAN_JSON", "HIDDEN_STATES", "MANIFEST_JSON")
 
 
@@ -43,7 +44,8 @@ def main(argv: Sequence[str]) -> None:
         _settle(Path.cwd(), out, manifest_path)
         engine = _engine(params, target, plan)
         head = None if params.extract.engine == "fake" else lambda: read_ends(ensure(target, params.target)).head_VD
-        result = extract(plan, tokens, engine, limits, out=out, manifest_path=manifest_path, head=head)
+        probe = _probe(params, target, plan, tokens)
+        result = extract(plan, tokens, engine, limits, out=out, manifest_path=manifest_path, head=head, probe=probe)
         hand_over(Path.cwd(), result.manifest, out, manifest_path)
         run.num_tokens, run.work_s = result.num_tokens, result.work_s
         run.facts = {"identity": plan.identity, "num_resumed_shards": result.num_resumed_shards}
@@ -102,6 +104,28 @@ def _engine(params: Params, target: TargetIdentity, plan: CapturePlan) -> Engine
         options=params.extract.engine_options,
         trust_remote_code=params.target.trust_remote_code,
     )
+
+
+def _probe(
+    params: Params, target: TargetIdentity, plan: CapturePlan, tokens: Mapping[str, TokenSample]
+) -> Probe | None:
+    """A server's states are looked at on every start; transformers is the reference itself."""
+    if params.extract.engine not in SERVER_ENGINES:
+        return None
+    from eyas.engines.check_start import check_start, probe_samples
+
+    def look(engine: Engine) -> None:
+        check_start(
+            engine,
+            probe_samples(plan, tokens),
+            target,
+            ensure(target, params.target),
+            plan.capture.boundaries,
+            dtype=params.target.dtype,
+            trust_remote_code=params.target.trust_remote_code,
+        )
+
+    return look
 
 
 if __name__ == "__main__":

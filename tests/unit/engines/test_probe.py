@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from eyas.contracts import TokenSample
-from eyas.engines.probe import probe
+from eyas.engines.probe import TOLERANCE, probe
 from eyas.engines.registry import make_engine
 from eyas.errors import CaptureError
 from eyas.target.load import load_model
@@ -118,3 +119,56 @@ def test_a_wrong_norm_order_or_channel_is_named(engine_of, reference, samples, f
 
     with pytest.raises(CaptureError, match=message):
         raise_one_line(lambda: probe(Altered(whole, change), reference, samples, WANTED))
+
+
+@pytest.fixture(scope="module")
+def with_outliers(tmp_path_factory):
+    """A deep model with small steps from layer to layer, and two channels that outweigh all others in every row."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=96, intermediate_size=128, num_hidden_layers=8, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(50)
+        model.model.embed_tokens.weight[:, [3, 70]] += torch.tensor([700.0, -400.0])
+        for name, weight in model.named_parameters():
+            if "down_proj" in name or "o_proj" in name:
+                weight.mul_(30)
+    folder = tmp_path_factory.mktemp("outliers")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("captured", "named"), [((2, 5), 2), ((4, 5), 4), ((3, 4), 4), ((3, 6), 6)])
+def test_neighbours_are_told_apart_behind_outlier_channels(identity, with_outliers, samples, captured, named):
+    """Issue item 4: the length of a row is that of its outliers, which no layer changes."""
+    reference = load_model(with_outliers, "bfloat16")
+    engine = make_engine(
+        "hf",
+        target=dataclasses.replace(identity, num_layers=8),
+        folder=with_outliers,
+        boundaries=captured,
+        dtype="bfloat16",
+    )
+    engine.open()
+    states = {got.sample_id: got for got in engine.capture(samples)}
+    right = make_engine("hf", target=identity, folder=with_outliers, boundaries=(3, 5), dtype="bfloat16")
+    right.open()
+    wanted = {got.sample_id: got for got in right.capture(samples)}
+    place = 0 if captured[0] != 3 else 1
+    name = samples[0].sample_id
+    difference = (states[name].aux_TAD[:, place] - wanted[name].aux_TAD[:, place]).float().norm(dim=1)
+    hidden = float((difference / wanted[name].aux_TAD[:, place].float().norm(dim=1)).median())
+    assert hidden < TOLERANCE, "the plain norm would have seen it"
+    generator = torch.Generator().manual_seed(0)
+
+    def rounded(got):
+        """Another engine's kernels: each value a little off, the outliers in absolute terms the most."""
+        noise = 1 + 0.006 * torch.randn(got.aux_TAD.shape, generator=generator)
+        return dataclasses.replace(got, aux_TAD=(got.aux_TAD * noise).to(torch.bfloat16))
+
+    with pytest.raises(CaptureError, match=rf"aux stream {place} .*: it is boundary {named}$"):
+        raise_one_line(lambda: probe(Altered(engine, rounded), reference, samples, (3, 5)))
+    probe(Altered(right, rounded), reference, samples, (3, 5))

@@ -185,8 +185,8 @@ def batch_of(rid: str, rows: int, *, extend: bool = True, prefix: int = 0) -> Si
     return SimpleNamespace(
         rids=[rid],
         forward_mode=Mode(extend),
-        extend_seq_lens_cpu=[rows] if extend else None,
-        extend_prefix_lens_cpu=[prefix] if extend else None,
+        extend_seq_lens_cpu=[rows],
+        extend_prefix_lens_cpu=[prefix],
     )
 
 
@@ -198,6 +198,9 @@ def test_extend_batches_alone_reach_the_arena(registry: Registry, folder: Path, 
     slot, ids, last = collector.slot(5), torch.arange(5), torch.randn(5, D)
     aux = [torch.randn(5, D), torch.randn(5, D)]
     registry.logits(ids, last, None, batch_of(slot.rid, 5, extend=False), aux)
+    registry.logits(
+        ids, last, None, SimpleNamespace(rids=[slot.rid], forward_mode=Mode(True), extend_seq_lens_cpu=None), aux
+    )
     registry.logits(ids, last, None, SimpleNamespace(rids=None), aux)
     registry.logits(ids, last, None, object(), aux)
     registry.logits(

@@ -49,10 +49,10 @@ class Client:
     def __init__(
         self, url: str, api_key: str, answered: Callable[[int, Reply], None], num_connections: int = CONNECTIONS
     ) -> None:
-        self._address = urlsplit(url)
-        self._headers = {"Content-Type": "application/json"}
+        self.url, self._address = url, urlsplit(url)
+        self.headers = {"Content-Type": "application/json"}
         if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            self.headers["Authorization"] = f"Bearer {api_key}"
         self._answered, self._num_connections = answered, num_connections
         self._waiting: queue.SimpleQueue[tuple[int, Mapping[str, Any]] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -72,22 +72,26 @@ class Client:
         """Whether ``/health`` says so."""
         connection = self._connection(timeout_s)
         try:
-            connection.request("GET", "/health", headers=self._headers)
+            connection.request("GET", "/health", headers=self.headers)
             return connection.getresponse().status == 200
         except (OSError, http.client.HTTPException):
             return False
         finally:
             connection.close()
 
+    def hang_up(self) -> None:
+        """Shut every connection; the replies that were awaited are ``lost``."""
+        for connection in list(self._open):
+            with contextlib.suppress(OSError):
+                if connection.sock is not None:
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Give up what is under way; its replies are ``lost``. Safe to call twice."""
         self._closed = True
         for _ in self._threads:
             self._waiting.put(None)
-        for connection in list(self._open):
-            with contextlib.suppress(OSError):
-                if connection.sock is not None:
-                    connection.sock.shutdown(socket.SHUT_RDWR)
+        self.hang_up()
         for thread in self._threads:
             thread.join(timeout=5.0)
 
@@ -111,7 +115,7 @@ class Client:
 
     def _post(self, connection: http.client.HTTPConnection, body: Mapping[str, Any]) -> Reply:
         try:
-            connection.request("POST", "/generate", json.dumps(body, separators=(",", ":")), self._headers)
+            connection.request("POST", "/generate", json.dumps(body, separators=(",", ":")), self.headers)
             response = connection.getresponse()
             return classify(response.status, response.read())
         except (OSError, http.client.HTTPException) as error:
@@ -121,19 +125,18 @@ class Client:
 
 def classify(status: int, text: bytes) -> Reply:
     """The reply that an answer of ``/generate`` is."""
-    try:
+    plain: Any = None
+    with contextlib.suppress(ValueError):
         plain = json.loads(text)
-    except ValueError:
-        plain = None
     if status != 200:
         return _refusal(status, plain, text)
     try:
         meta = plain["meta_info"]
         finish = meta.get("finish_reason") or {}
-        aborted = finish.get("type") == "abort"
+        if finish.get("type") == "abort":  # in the queue already: without any count
+            return Reply(kind="aborted", message=str(finish.get("message") or "it says no more"), finish=finish)
         return Reply(
-            kind="aborted" if aborted else "done",
-            message=str(finish.get("message") or "the server aborted the request") if aborted else "",
+            kind="done",
             prompt_tokens=int(meta["prompt_tokens"]),
             cached_tokens=int(meta.get("cached_tokens") or 0),
             output_ids=tuple(plain.get("output_ids") or ()),

@@ -180,10 +180,6 @@ class SglangEngine:
     def _step(self) -> None:
         """Take what happened; when the server failed, go on with another."""
         keeper, flight = self.keeper, self._flight
-        if flight.is_stuck:
-            keeper.renew("no part of the shared memory comes free")
-            self._attach()
-            return
         session = keeper.session
         for event in keeper.next_events():
             match event:
@@ -196,7 +192,11 @@ class SglangEngine:
                         session.pulse.beat(now=True)
                 case _:
                     pass
+        if flight.outcomes:
+            return  # what is complete lies in this arena: it is taken before the server may be given up
         fault = keeper.fault(is_busy=bool(flight.under_way))
+        if not fault and flight.is_stuck:
+            fault = "no part of the shared memory comes free"
         if fault:
             keeper.renew(fault)
             self._attach()
@@ -205,7 +205,7 @@ class SglangEngine:
         session = self.keeper.session
         if reply.kind == "unusable":
             raise unusable(reply)
-        if reply.kind == "lost" and session.end:
+        if reply.kind == "lost" and self.keeper.ends_now():
             return  # a restart follows, and sends it again
         if reply.kind == "done":
             self.keeper.finished()
@@ -240,7 +240,7 @@ class SglangEngine:
                     keeper.finished()
                     yield answer(request, reply)
                 elif reply.kind == "lost":
-                    num_lost[event.number] = num_lost.get(event.number, 0) + (not keeper.session.end)
+                    num_lost[event.number] = num_lost.get(event.number, 0) + (not keeper.ends_now())
                     if num_lost[event.number] == MAX_LOST_ANSWERS:
                         raise CaptureError(f"request {request.request_id}: no answer: {reply.message}")
                     waiting.appendleft((event.number, request))

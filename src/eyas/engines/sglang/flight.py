@@ -77,6 +77,7 @@ class Flight:
 
         A sample that was asked for and saw too many servers end is given up instead: the caller tries it alone.
         """
+        assert not self.outcomes, "outcomes lie in the old arena"
         lost = [attempt.sample for attempt in self.under_way.values() if attempt.sample is not None]
         again = sorted([*self.finished.values()], key=lambda attempt: attempt.slot.attempt)
         self.under_way, self.finished, self.quarantine = {}, {}, []

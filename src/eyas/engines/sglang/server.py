@@ -22,7 +22,7 @@ from eyas.errors import ServerError
 LOGS = Path(".eyas/sglang")
 LOG_LINES = 15
 GRACE_S = 10.0
-WATCHER = 'read -r _; kill -KILL -- "-$0" 2>/dev/null'
+WATCHER = 'read -r _; kill -s KILL -- "-$0" 2>/dev/null'
 """The pipe's other end is this process; nothing is ever written into it."""
 
 

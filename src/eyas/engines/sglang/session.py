@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from eyas import config, console
 from eyas.contracts import TargetIdentity
@@ -37,6 +38,7 @@ CPU_POOL_TOKENS = 16384
 BACKOFF_S = (1.0, 5.0, 15.0)
 """Before each restart without a finished request between; then the run ends."""
 LOOK_S = 0.2
+END_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def command(wanted: Wanted, python: str, port: int, num_tokens: int = 0, capabil
             None if attention is None else str(attention), capability, wanted.target.model_type
         )
     further = shlex.split(os.environ.get(ARGUMENTS_VARIABLE, ""))
-    numbers = {name: int(value) for name, value in options.items()}
+    numbers: dict[str, Any] = {name: int(value) for name, value in options.items()}
     arguments = versions.server_arguments(
         wanted.version,
         versions.ServerOptions(
@@ -265,10 +267,10 @@ class Keeper:
         self.num_restarts = 0
         self.lost_at_s: list[float] = []
         """When each failure was noticed, for measurements."""
-        self._watchdog_s = config.knob("EYAS_WATCHDOG_S", 300)
+        self.watchdog_s = config.knob("EYAS_WATCHDOG_S", 300)
         self._in_a_row = 0
         self._session: Session | None = None
-        self._progress_s = 0.0
+        self._progress_s = self._waited_s = 0.0
 
     @property
     def session(self) -> Session:
@@ -313,6 +315,15 @@ class Keeper:
                 found.append(event)
         return found
 
+    def ends_now(self) -> bool:
+        """Whether a connection that broke is a server's end: its process may take a moment to be gone."""
+        if time.monotonic() - self._waited_s > END_S:
+            deadline_s = time.monotonic() + END_S
+            while not self.session.end and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+            self._waited_s = time.monotonic()
+        return bool(self.session.end)
+
     def fault(self, *, is_busy: bool) -> str:
         """Why the session must be given up; empty while it need not be."""
         session = self.session
@@ -323,7 +334,7 @@ class Keeper:
             if session.pulse.silent_s > Pulse.LIMIT_S:
                 return f"the scheduler has not answered for {session.pulse.silent_s:.0f} s"
         idle_s = time.monotonic() - self._progress_s
-        if is_busy and idle_s > self._watchdog_s:
+        if is_busy and idle_s > self.watchdog_s:
             return f"no request went on for {idle_s:.0f} s (EYAS_WATCHDOG_S)"
         return ""
 

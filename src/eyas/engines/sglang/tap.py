@@ -129,12 +129,13 @@ def _cuda_check(status: Any) -> None:
 class Attachment:
     """One collector: its arena, and the thread that tells it what lies there."""
 
-    def __init__(self, arena: Arena, nonce: str, send: Send) -> None:
+    def __init__(self, arena: Arena, nonce: str, send: Send, stream: torch.cuda.Stream | None) -> None:
         self.arena = arena
         self.nonce = nonce
         self.num_pieces = 0
         self.num_told = 0
         self._send = send
+        self._stream = stream
         self._handed: queue.SimpleQueue[_Handed | None] = queue.SimpleQueue()
         threading.Thread(target=self._notify, name="eyas-notifier", daemon=True).start()
 
@@ -154,6 +155,8 @@ class Attachment:
             for rows in handed.rows:
                 self._tell(rows)
                 self.num_told += 1
+        if self._stream is not None:  # a batch that failed half-way has no event
+            self._stream.synchronize()
         self.arena.close()
 
     def _tell(self, rows: _Rows) -> None:
@@ -198,7 +201,7 @@ class Tap:
         arena = Arena(request.arena, request.arena_bytes, self._device)
         with self._lock:
             if self._attachment is None:
-                self._attachment = Attachment(arena, request.nonce, send)
+                self._attachment = Attachment(arena, request.nonce, send, self._stream)
                 return self._attachment
         arena.close()
         raise Refusal("another collector is attached")

@@ -33,8 +33,8 @@ def run(root: Path, name: str, **options: Any) -> dict[str, Any]:
     """Run one bench and write its report.
 
     Args:
-        root: The repository; must hold published states, but for ``gc``.
-        name: ``store``, ``crash``, ``corruption``, ``gc``, ``train`` or ``train-quality``.
+        root: The repository; must hold published states, but for ``gc`` and ``faults``.
+        name: ``store``, ``crash``, ``corruption``, ``faults``, ``gc``, ``train`` or ``train-quality``.
         options: Of ``train``: ``peers``, ``num_rounds`` and ``device``; of ``train-quality``: ``peers``, ``num_seeds`` and ``jobs``.
 
     Returns:
@@ -128,10 +128,17 @@ def _train_quality(root: Path, scratch: Path, *, peers: str, num_seeds: int, job
     return quality.measure(root, scratch, pythons, num_seeds, jobs, report_path(root, "train-quality"))
 
 
+def _faults(root: Path, scratch: Path) -> dict[str, Any]:
+    from eyas.ops.bench import faults as bench_faults
+
+    return bench_faults.measure(root)
+
+
 BENCHES: dict[str, Callable[..., dict[str, Any]]] = {
     "store": _store,
     "crash": _crash,
     "corruption": _corruption,
+    "faults": _faults,
     "gc": _gc,
     "train": _train,
     "train-quality": _train_quality,
@@ -150,6 +157,8 @@ def table(name: str, figures: dict[str, Any]) -> str:
         from eyas.ops.bench import quality
 
         return quality.table(figures)
+    if name == "faults":
+        figures = figures["faults"]
     rows = [(key, _shown(value)) for key, value in sorted(figures.items()) if key != "machine"]
     return console.table(rows, (f"bench {name}", ""))
 

@@ -1,0 +1,96 @@
+"""A real SGLang fails under a running capture; every sample survives, to the byte (``max_running_requests: 1``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from eyas.contracts import FinalNorm, TargetIdentity
+from eyas.engines.check_start import check_start
+from eyas.engines.sglang import preflight, session
+from eyas.engines.sglang.engine import SglangEngine
+from eyas.errors import ServerError
+from eyas.ops.bench import faults
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+BOUNDARIES = (2, 3, 4)
+
+
+@pytest.fixture
+def target():
+    return TargetIdentity(
+        source="directory:",
+        revision="0",
+        files=(),
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        num_layers=6,
+        hidden_size=64,
+        vocab_size=512,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        dtype="float32",
+        final_norm=FinalNorm(kind="rms_norm", eps=1e-6, weight_offset=0.0, num_zero_scales=0),
+        eos_token_ids=(2,),
+        tokenizer_sha256="",
+        chat_template_sha256="",
+    )
+
+
+@pytest.fixture
+def make(python, models, target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EYAS_SGLANG_PYTHON", str(python))
+    opened = []
+
+    def start(**options) -> SglangEngine:
+        engine = SglangEngine(target, models["llama"], BOUNDARIES, dtype="bfloat16", **options)
+        engine.keeper.watchdog_s = faults.WATCHDOG_S
+        opened.append(engine)
+        return engine
+
+    yield start
+    for engine in opened:
+        engine.close()
+
+
+def test_every_fault_ends_in_the_bytes_of_the_undisturbed_run(make, models, target):
+    """Also the start-up probe: transformers and the server agree on this model."""
+    engine = make(max_running_requests=1, chunked_prefill_size=512)
+    samples = faults.make_samples(512, 16)
+    engine.announce(samples)
+    engine.open()
+    check_start(engine, samples[:3], target, models["llama"], BOUNDARIES, dtype="bfloat16")
+    undisturbed, problems = faults._capture(engine, samples)
+    assert not problems
+    found = {name: fault(engine, samples, undisturbed) for name, fault in faults.FAULTS.items()}
+    wrong = {name: told for name, told in found.items() if not told["identical"]}
+    assert not wrong
+    assert found["beyond"]["refused"] == 2
+    for name in ("kill_http", "kill_scheduler", "stop_scheduler"):
+        assert found[name]["restarts"] == 1
+        assert found[name]["seconds_to_detect"] < faults.WATCHDOG_S + 10
+
+
+def test_a_server_with_its_radix_cache_on_is_refused(make, monkeypatch):
+    """Case 43, before the first request."""
+    whole = session.command
+
+    def without_the_flag(*arguments):
+        return [part for part in whole(*arguments) if part != "--disable-radix-cache"]
+
+    monkeypatch.setattr(session, "command", without_the_flag)
+    with pytest.raises(ServerError, match="disable_radix_cache = False"):
+        make(max_running_requests=1).open()
+    monkeypatch.setitem(preflight.FLAGS, "disable_radix_cache", ((True, False), ""))
+    engine = make(max_running_requests=1)
+    samples = faults.make_samples(512, 4)
+    engine.open()
+    got, problems = faults._capture(engine, [*samples, *faults._duplicates(samples)])
+    # Each request has a key of its own, so even then nothing is shared.
+    assert not problems
+    assert all(len(got[sample.sample_id].last_TD) == len(sample.input_ids) for sample in samples)
+    assert torch.equal(got["d0-s000"].last_TD, got["s000"].last_TD)
+    assert Path(".eyas/sglang").is_dir()
