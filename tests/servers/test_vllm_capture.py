@@ -263,7 +263,7 @@ def test_two_ranks_write_each_sample_once_and_a_killed_rank_is_noticed(opened, t
         ["ps", "-o", "pid=,args=", "-g", str(pid)], capture_output=True, text=True, check=True
     ).stdout
     ranks = [
-        int(line.split()[0]) for line in listed.splitlines() if int(line.split()[0]) != pid and "spawn_main" in line
+        int(line.split()[0]) for line in listed.splitlines() if int(line.split()[0]) != pid and "Worker_TP" in line
     ]
     assert len(ranks) >= 2, listed
     os.kill(ranks[-1], signal.SIGKILL)
