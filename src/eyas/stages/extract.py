@@ -26,7 +26,7 @@ from eyas.target.locate import ensure
 from eyas.tokens.dataset import iter_tokens, read_index, read_lengths
 
 REPLAN = "make the plan again: `dvc repro plan`"
-SERVER_ENGINES = ("sglang",)
+SERVER_ENGINES = ("sglang", "vllm")
 PATHS = ("TARGET_JSON", "TOKENS", "PLAN_JSON", "HIDDEN_STATES", "MANIFEST_JSON")
 
 

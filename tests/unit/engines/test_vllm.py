@@ -1,0 +1,412 @@
+"""The vllm engine around a double of vLLM: what a fault leaves is a whole sample or a named one, never a wrong row."""
+
+import array
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import vllm_double as double
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from eyas.contracts import FinalNorm, TokenSample
+from eyas.conversations.generation import GenerateRequest
+from eyas.engines.registry import make_engine
+from eyas.engines.vllm import dispatch, engine, files, preflight, process, shared_memory
+from eyas.engines.vllm.final_norm import apply_final_norm
+from eyas.errors import CaptureError, ConfigError, PlanError, ServerError
+from eyas.plan import interpreter
+from eyas.plan.identity import engine_version
+
+BOUNDARIES = (1, 2, 4)
+
+
+def sample(name, ids):
+    return TokenSample(
+        sample_id=name,
+        conversation_id="c",
+        source="x",
+        split="train",
+        variant="given",
+        input_ids=tuple(ids),
+        loss_mask=(1,) * len(ids),
+    )
+
+
+@pytest.fixture(autouse=True)
+def doubled(monkeypatch, tmp_path):
+    """The double in vLLM's place, shared memory and logs of the test's own, no pauses."""
+    monkeypatch.chdir(tmp_path)
+    memory = Path("/dev/shm") / f"eyas-test-{os.getpid()}"
+    memory.mkdir(exist_ok=True)
+    monkeypatch.setattr(shared_memory, "ROOT", memory)
+    monkeypatch.setattr(dispatch, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(dispatch, "MAX_BACKOFF_S", 0.02)
+    monkeypatch.setattr(engine, "COMMAND", (double.__file__,))
+    monkeypatch.setattr(preflight, "check_versions", lambda: (sys.executable, {}))
+    monkeypatch.setattr(preflight, "vllm_versions", lambda: {"vllm": "0.32.0", "torch": "2.13.0"})
+    monkeypatch.setenv("EYAS_DOUBLE_DIR", str(tmp_path))
+    yield
+    left = list(memory.iterdir())
+    for folder in left:
+        shared_memory.shutil.rmtree(folder)
+    memory.rmdir()
+    assert not left, "shared memory was not given back"
+
+
+@pytest.fixture
+def opened(identity, folders):
+    """Opens engines and closes them."""
+    with contextlib.ExitStack() as stack:
+
+        def make(boundaries=BOUNDARIES, **options):
+            made = make_engine(
+                "vllm",
+                target=identity,
+                folder=folders["llama"],
+                boundaries=boundaries,
+                dtype="float32",
+                options=options,
+            )
+            stack.callback(made.close)
+            made.open()
+            return made
+
+        yield make
+
+
+def expected_aux(ids):
+    row_T = torch.tensor(ids)[:, None, None]
+    # vLLM is asked for 1, 2 and 4 (the last layer's output, which is the last stream too): three streams
+    stream_A = 1000 * torch.arange(3)[None, :, None]
+    return (row_T + stream_A + torch.arange(double.WIDTH)).to(torch.bfloat16)
+
+
+def check_all(captured, samples):
+    assert sorted(got.sample_id for got in captured) == sorted(s.sample_id for s in samples)
+    by_id = {got.sample_id: got for got in captured}
+    for each in samples:
+        got = by_id[each.sample_id]
+        assert got.input_ids_T.tolist() == list(each.input_ids)
+        assert torch.equal(got.aux_TAD, expected_aux(each.input_ids))
+        assert got.last_TD.shape == (len(each.input_ids), double.WIDTH)
+
+
+SAMPLES = [sample(f"s{n}", range(3, 3 + n)) for n in (1, 40, 17, 200, 5)]
+
+
+def test_streams_come_by_boundary_and_the_last_one_normed(opened, folders):
+    """Case 46: result i belongs to sample i, whatever the order; also the last request's, which vLLM writes late."""
+    captured = list(opened().capture(SAMPLES))
+    check_all(captured, SAMPLES)
+    weight_D = load_file(folders["llama"] / "model.safetensors")["model.norm.weight"]
+    for got in captured:
+        raw_TD = (got.input_ids_T[:, None] + 2000 + torch.arange(double.WIDTH)).float()
+        normed_TD = raw_TD / (raw_TD.pow(2).mean(1, keepdim=True) + 1e-6).sqrt() * weight_D
+        torch.testing.assert_close(got.last_TD.float(), normed_TD, rtol=2**-8, atol=0)
+
+
+def test_a_prompt_that_cannot_run_takes_no_other_with_it(opened):
+    """Case 53: too long by one for vLLM, empty, out of the vocab: named, and the rest of the list is there."""
+    made = opened()
+    bad = [sample("long", [5] * 256), sample("below", [4, -1]), sample("beyond", [320])]
+    captured = []
+    with pytest.raises(CaptureError, match="sample long: 256 tokens, expected 1 to 255"):
+        captured.extend(made.capture([SAMPLES[0], *bad, SAMPLES[1]]))
+    check_all(captured, SAMPLES[:2])
+    for each, reason in zip(bad[1:], ("-1 to 4", "320 to 320"), strict=True):
+        with pytest.raises(CaptureError, match=f"sample {each.sample_id}: token ids {reason}"):
+            list(made.capture([each]))
+    check_all(list(made.capture([sample("longest", [5] * 255)])), [sample("longest", [5] * 255)])
+
+
+def test_the_worker_refuses_what_comes_past_the_checks(opened, monkeypatch):
+    made = opened()
+    monkeypatch.setattr(engine, "check_sample", lambda *_: None)
+    for ids, reason in (
+        ([], "0 tokens, expected 1 to 255"),
+        ([9, 400], "token ids 9 to 400, expected 0 to 319"),
+        ([9, double.REFUSE], "no such prompt"),
+    ):
+        with pytest.raises(CaptureError, match=f"sample bad: vLLM refuses it: {reason}"):
+            list(made.capture([sample("bad", ids)]))
+    check_all(list(made.capture(SAMPLES)), SAMPLES)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [double.DIE_ONCE, double.FULL_ONCE, double.FLIP_ONCE, double.SHORT_ONCE, double.FOREIGN_ONCE, double.ABORT_ONCE,
+     double.LATE],
+)  # fmt: skip
+def test_a_passing_fault_leaves_no_trace(opened, fault, capsys):
+    """Cases 28, 31, 33: died, disk full, a flipped bit, a missing row, a foreign id, an abort, a file after the answer."""
+    faulty = [*SAMPLES[:3], sample("faulty", [9, fault, 11, 12, 13]), *SAMPLES[3:]]
+    check_all(list(opened().capture(faulty)), faulty)
+    assert ("once more" in capsys.readouterr().err) == (fault != double.LATE)
+
+
+@pytest.mark.parametrize(("fault", "reason"), [(double.FULL, "could not be written: OSError: no space"),
+                                               (double.DIE, "killed by SIGKILL")])  # fmt: skip
+def test_a_lasting_fault_is_named_and_takes_no_other_sample(opened, fault, reason):
+    made, captured = opened(), []
+    with pytest.raises(CaptureError, match=f"sample faulty: .*{reason}.*tried 3 times"):
+        captured.extend(made.capture([sample("faulty", [9, fault]), *SAMPLES]))
+    check_all(captured, SAMPLES)
+    check_all(list(made.capture(SAMPLES)), SAMPLES)
+
+
+@pytest.mark.parametrize("fault", [double.HANG_ONCE, double.NEVER])
+def test_the_watchdog_ends_a_wait(opened, fault, monkeypatch):
+    """Case 54: an engine that does not move, and a file that never comes."""
+    monkeypatch.setenv("EYAS_WATCHDOG_S", "1")
+    made, faulty = opened(), sample("faulty", [9, fault])
+    begin_s = time.monotonic()
+    if fault == double.NEVER:
+        with pytest.raises(CaptureError, match="its states did not come for 1 s; tried 3 times"):
+            list(made.capture([faulty]))
+    else:
+        check_all(list(made.capture([faulty])), [faulty])
+    assert time.monotonic() - begin_s < 8
+
+
+def test_a_frozen_worker_is_replaced(opened, monkeypatch):
+    monkeypatch.setenv("EYAS_WATCHDOG_S", "1")
+    made = opened()
+    pid = made._dispatcher.worker.pid
+    os.kill(pid, signal.SIGSTOP)
+    check_all(list(made.capture(SAMPLES)), SAMPLES)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_worker_that_never_stays_up_ends_the_run(opened, monkeypatch):
+    monkeypatch.setattr(dispatch, "MAX_FAULTS", 100)
+    with pytest.raises(ServerError, match=r"6 times without one finished request.*SIGKILL"):
+        list(opened().capture([sample("faulty", [9, double.DIE])]))
+
+
+def test_a_worker_that_does_not_start_shows_its_last_lines(opened):
+    with pytest.raises(ServerError, match=r"(?s)did not start: RuntimeError: thirteen.*raise RuntimeError"):
+        opened(max_num_seqs=13)
+
+
+SCRIPT = """
+    import sys
+    sys.path[:0] = {path!r}
+    from pathlib import Path
+    from eyas.engines.vllm import files, process, shared_memory
+    shared_memory.ROOT = Path({root!r})
+    folder = shared_memory.Folder()
+    settings = {{"engine": {{"max_num_seqs": 2, "max_model_len": 256}}, "folder": str(folder.path)}}
+    worker = process.Worker([sys.executable, {double!r}], settings, 60.0)
+    worker.start()
+    for name, ids in (("a", [9] * 9), ("b", [9, {hang}])):
+        path = str(files.path_of(folder.path, name))
+        worker.send({{"submit": name, "ids": ids, "max_new_tokens": 1, "path": path}})
+    print(worker.pid, flush=True)
+    worker.receive(60)
+    sys.stdin.read()
+"""
+
+
+def test_no_orphan_writes_on_when_we_are_killed():
+    root = shared_memory.ROOT
+    script = textwrap.dedent(SCRIPT).format(
+        path=[*sys.path], root=str(root), double=double.__file__, hang=double.HANG_ONCE
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        pid = int(child.stdout.readline())
+        assert list(root.iterdir())
+        child.kill()
+    deadline_s = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{pid}").exists()
+    assert not list(root.iterdir()), "the worker removes what nobody will read"
+
+
+def test_folders_of_dead_owners_go_and_those_of_living_ones_stay(monkeypatch):
+    monkeypatch.setattr(shared_memory, "YOUNG_S", -1)
+    alive = shared_memory.Folder()
+    dead = shared_memory.ROOT / (shared_memory.PREFIX + "dead")
+    dead.mkdir()
+    (dead / "owner").touch()
+    (dead / "00000001.safetensors").write_bytes(b"x" * 1000)
+    shared_memory.sweep()
+    assert [folder.name for folder in shared_memory.ROOT.iterdir()] == [alive.path.name]
+    alive.remove()
+
+
+def test_shared_memory_is_bounded_and_work_goes_ahead(opened, monkeypatch):
+    """Case 39: bytes in flight never exceed the bound, and what is announced is there before it is asked for."""
+    samples = [sample(f"n{i}", [3 + i % 50] * (20 + 7 * (i % 9))) for i in range(40)]
+    made = opened()
+    longest = files.file_bytes(76, 3, double.WIDTH, 4)
+    monkeypatch.setenv("EYAS_SHM_BYTES", str(5 * longest))
+    made.announce(samples)
+    folder, largest, captured = made._states.path, 0, []
+    for begin in range(0, 40, 4):
+        for got in made.capture(samples[begin : begin + 4]):
+            captured.append(got)
+            # what vLLM's files take now; the worker may write on meanwhile, so each look is a fair one
+            largest = max(largest, sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+        if begin == 0:
+            time.sleep(0.3)
+            assert len(list(folder.glob("*.safetensors"))) > 0
+    check_all(captured, samples)
+    assert 0 < largest <= 5 * longest
+
+
+def test_too_little_shared_memory_is_refused_with_the_fix():
+    assert shared_memory.budget(10, 1000) == 500
+    assert shared_memory.budget(400, 1000) == 800
+    with pytest.raises(ServerError, match=r"1.0 kB free, the capture needs 1.2 kB") as caught:
+        shared_memory.budget(600, 1000)
+    assert "--shm-size" in str(caught.value.hint)
+
+
+def test_answers_come_from_the_same_process(opened):
+    made = opened(boundaries=())
+    requests = [
+        GenerateRequest(request_id=f"r{n}", prompt_ids=(5, 6, n), max_new_tokens=2, temperature=0.0, top_p=1.0, seed=0)
+        for n in range(7, 12)
+    ]
+    answers = {got.request_id: got for got in made.generate(requests)}
+    assert {name: got.ids for name, got in answers.items()} == {f"r{n}": (5, 6) for n in range(7, 12)}
+    with pytest.raises(CaptureError, match="the target's context is 256"):
+        list(made.generate([*requests, GenerateRequest(request_id="x", prompt_ids=(1,) * 255, max_new_tokens=2,
+                                                       temperature=0.0, top_p=1.0, seed=0)]))  # fmt: skip
+
+
+def test_what_it_says_of_itself(identity, folders):
+    def facts(**options):
+        return make_engine(
+            "vllm", target=identity, folder=folders["llama"], boundaries=(1,), dtype="bfloat16", options=options
+        ).describe()
+
+    assert facts().version == "vllm 0.32.0, torch 2.13.0"
+    assert facts().options["max_num_batched_tokens"] == 8192  # case 58: the chunk is in the manifest
+    assert not facts().deterministic
+    assert facts(max_num_seqs=1).deterministic
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"chunk": 1}, "engine_options.chunk: unknown to engine vllm"),
+    ({"max_num_seqs": 0}, "engine_options.max_num_seqs: 0, expected a number from 1"),
+    ({"attention_backend": 3}, "engine_options.attention_backend: 3, expected CPU_ATTN or"),
+])  # fmt: skip
+def test_options_are_checked(options, message):
+    with pytest.raises(ConfigError, match=message):
+        preflight.checked_options(options)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"enable_prefix_caching": true}', '{"max_num_seqs": 2}'])
+def test_further_arguments_cannot_change_the_states(text, monkeypatch):
+    monkeypatch.setenv("EYAS_VLLM_ARGS", text)
+    with pytest.raises(ConfigError, match="EYAS_VLLM_ARGS"):
+        preflight.more_arguments()
+
+
+def test_targets_that_vllm_cannot_capture_are_refused(identity):
+    import dataclasses
+
+    assert preflight.check_target(identity, (1, 4)) == (1, 4)
+    assert preflight.check_target(identity, (0, 2)) == (0, 2, 4)
+    with pytest.raises(PlanError, match=r"boundaries \[5\] do not exist"):
+        preflight.check_target(identity, (5,))
+    layer_norm = dataclasses.replace(identity, final_norm=dataclasses.replace(identity.final_norm, kind="layer_norm"))
+    with pytest.raises(ServerError, match="'layer_norm'"):
+        preflight.check_target(layer_norm, (1,))
+
+
+def test_another_version_is_named_beside_the_supported_one(monkeypatch, tmp_path):
+    """Case 55."""
+    monkeypatch.undo()
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho \'{"vllm": "0.33.1", "torch": "2.14.0+cpu"}\'\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("EYAS_VLLM_PYTHON", str(python))
+    assert interpreter.vllm_versions() == {"vllm": "0.33.1", "torch": "2.14.0"}
+    assert engine_version("vllm") == "vllm 0.33.1, torch 2.14.0"
+    with pytest.raises(ServerError, match=r"vllm 0\.33\.1, supported: 0\.32\.0"):
+        preflight.check_versions()
+    monkeypatch.setenv("EYAS_VLLM_PYTHON", "/nowhere/python")
+    with pytest.raises(PlanError, match="is no program"):
+        preflight.check_versions()
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9), st.binary(min_size=1, max_size=1), st.data())
+def test_a_file_is_read_back_or_refused(tmp_path_factory, ids, value, data):
+    """Case 29: whatever byte is changed, and wherever it is cut."""
+    path = tmp_path_factory.mktemp("f") / "r1.safetensors"
+    states = array.array("f", range(len(ids) * 6))
+    files.write(
+        path, "F32", (len(ids), 2, 3), memoryview(states).cast("B"), memoryview(array.array("i", ids)).cast("B")
+    )
+    assert load_file(path)["token_ids"].tolist() == ids
+    found = files.read(path)
+    assert (found.num_rows, found.num_streams, found.width) == (len(ids), 2, 3)
+    assert bytes(found.states) == states.tobytes()
+    assert bytes(found.ids) == array.array("i", ids).tobytes()
+    whole = path.read_bytes()
+    body = 8 + int.from_bytes(whole[:8], "little")
+    at = data.draw(st.integers(body, len(whole) - 1))
+    path.write_bytes(whole[:at])
+    with pytest.raises(files.FileError):
+        files.read(path)
+    path.write_bytes(whole[:at] + value + whole[at + 1 :])
+    if value != whole[at : at + 1]:
+        with pytest.raises(files.FileError):
+            files.read(path)
+    path.with_name("r2.safetensors").write_bytes(whole)
+    with pytest.raises(files.FileError, match="of request r1"):
+        files.read(path.with_name("r2.safetensors"))
+
+
+def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
+    path = tmp_path / "r.safetensors"
+    real, written = os.write, []
+
+    def write(fd, data):
+        written.append(1)
+        if len(written) > 1:
+            raise OSError(28, "No space left on device")
+        return real(fd, data)
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(OSError, match="No space"):
+        files.write(path, "F32", (1, 1, 1), memoryview(b"abcd"), memoryview(b"abcd"))
+    assert not list(tmp_path.iterdir())
+    files.write_failure(path, "full")
+    assert files.failure(path) == "full"
+    files.remove(path)
+    assert files.failure(path) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("module", "offset"), [(LlamaRMSNorm, 0.0), (GemmaRMSNorm, 1.0)])
+def test_the_final_norm_is_the_targets_own_to_the_bit(module, offset, dtype):
+    """Case 41."""
+    norm = module(64, eps=1e-5).to(dtype)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        norm.weight.add_(torch.randn(64))
+        last_TD = (torch.randn(50, 64) * torch.logspace(-2, 3, 64)).to(dtype)
+        facts = FinalNorm(kind="rms_norm", eps=1e-5, weight_offset=offset, num_zero_scales=0)
+        assert torch.equal(apply_final_norm(last_TD, norm.weight, facts), norm(last_TD))
+
+
+def test_the_other_interpreter_sees_this_package_and_nothing_else_of_ours(opened):
+    opened()
+    assert [path.name for path in (process.HOME / "python").iterdir()] == ["eyas"]
