@@ -43,6 +43,7 @@ def surroundings(tmp_path, monkeypatch):
     yield
     interpreter.installed_versions.cache_clear()
     assert not list(Path("/dev/shm").glob(f"eyas-arena-{os.getpid()}-*"))
+    assert "eyas-arena-" not in Path("/proc/self/maps").read_text(), "memory of a closed arena is still taken"
 
 
 @pytest.fixture
