@@ -15,15 +15,17 @@ from eyas.target.load import TargetEnds
 from fake_target import make_target
 
 D, V, NUM_SAMPLES, T = 64, 400, 3, 40
+SHARE_NEGATIVE = 0.35
 
 
 @pytest.fixture
 def ends(monkeypatch):
-    """A head of unlike rows, a final norm with an outlier and a dead channel."""
+    """A head of unlike rows, a final norm with an outlier, a dead channel and negative ones."""
     generator = torch.Generator().manual_seed(0)
     head_VD = torch.randn(V, D, generator=generator)
-    scale_D = torch.randn(D, generator=generator).mul(1.2).exp().clamp(0.2, 8)
-    scale_D[3], scale_D[7] = 20.0, 0.0
+    scale_D = 1 + 0.3 * torch.rand(D, generator=generator)
+    scale_D[torch.rand(D, generator=generator) < SHARE_NEGATIVE] *= -1  # SmolLM2 has such channels too
+    scale_D[3], scale_D[7] = 4.0, 0.0
     found = TargetEnds(embedding_VD=head_VD, head_VD=head_VD, final_norm_D=scale_D)
     monkeypatch.setattr(start, "read_ends", lambda folder: found)
     return found
@@ -33,6 +35,11 @@ def normed(rows_TD, scale_D):
     return rows_TD / rows_TD.pow(2).mean(dim=1, keepdim=True).sqrt() * scale_D
 
 
+def inverted(scale_D):
+    """What can be divided by."""
+    return torch.where(scale_D == 0, 1.0, scale_D)
+
+
 def captured(ends, shift=1):
     """States whose head reads token t + shift at row t, normed and scaled as a model does it."""
     generator = torch.Generator().manual_seed(1)
@@ -40,7 +47,7 @@ def captured(ends, shift=1):
     for index in range(NUM_SAMPLES):
         ids_T = torch.randint(0, V, (T,), generator=generator)
         wanted_TD = ends.head_VD[torch.roll(ids_T, -shift)]
-        rows_TD = wanted_TD / ends.final_norm_D.clamp(min=0.5)
+        rows_TD = wanted_TD / inverted(ends.final_norm_D)
         last_TD = normed(rows_TD, ends.final_norm_D).bfloat16()
         made.append(CapturedSample(f"s{index}", ids_T.int(), torch.ones(T, 3, D).bfloat16(), last_TD))
     return made
@@ -75,7 +82,7 @@ def test_a_scale_stored_less_one_is_added_to(ends, target, tmp_path, monkeypatch
     "change",
     [
         lambda last_TD, scale_D: last_TD * 3,
-        lambda last_TD, scale_D: last_TD / scale_D.clamp(min=0.5) * 7,
+        lambda last_TD, scale_D: last_TD / inverted(scale_D) * 7,
     ],
     ids=["longer", "before the norm"],
 )

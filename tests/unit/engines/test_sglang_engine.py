@@ -48,7 +48,11 @@ def surroundings(tmp_path, monkeypatch):
 
 @pytest.fixture
 def fail(tmp_path):
-    return lambda **faults: (tmp_path / "faults.json").write_text(json.dumps(faults))
+    def write(**faults):
+        (tmp_path / "new").write_text(json.dumps(faults))
+        (tmp_path / "new").rename(tmp_path / "faults.json")  # at once: a running double reads it
+
+    return write
 
 
 @pytest.fixture
