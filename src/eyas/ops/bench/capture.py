@@ -1,0 +1,318 @@
+"""What capturing costs a real SGLang server: ``python -m eyas.ops.bench.capture``; the answer is JSON.
+
+    a random target → server with the plugin → the same samples, in turns:
+      prefill   requests of nobody's slot: the server computes, nothing is taken
+      capture   states into shared memory, checked, copied out, dropped
+      store     the extraction loop: encoded, hashed, fsynced shards on the disk
+
+On a GPU the target has the shape of Llama-3.1-8B, on a CPU a tiny one. The copy to host memory, the matrix rate and the
+disk are measured beside, so that what bounds each stage can be said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eyas import config, console, fs
+from eyas.contracts import CaptureIdentity, EngineFacts, FinalNorm, TargetIdentity, TokenSample
+from eyas.conversations.generation import Generated, GenerateRequest
+from eyas.engines.base import CapturedSample
+from eyas.engines.loop import ExtractLimits, extract
+from eyas.engines.sglang.engine import SglangEngine
+from eyas.engines.sglang.session import Answered
+from eyas.plan.build import build_plan
+from eyas.plan.identity import engine_version
+
+SHAPES = {
+    "8b": {
+        "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192,
+    },
+    "tiny": {
+        "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048,
+    },
+}  # fmt: skip
+BOUNDARIES = {"8b": (2, 16, 29), "tiny": (1, 3, 5)}
+LOG_MEAN, LOG_SIGMA = 7.15, 0.6
+"""Of the samples' lengths: about 1,500 tokens."""
+COPY_BYTES, DISK_BYTES, DISK_THREADS, MATRIX = 1 << 30, 1 << 30, 4, 8192
+
+
+def make_target(folder: Path, shape: dict[str, Any], device: str) -> None:
+    """A Llama of random weights in transformers' layout; norm gains differ from 1, so that a missing norm shows."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    llama = LlamaConfig(
+        **shape, rms_norm_eps=1e-5, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            model = LlamaForCausalLM(llama)
+    finally:
+        torch.set_default_dtype(before)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder, max_shard_size="4GB")
+    written = json.loads((folder / "config.json").read_text())
+    written["rope_theta"] = 500_000.0  # where older readers look for it
+    fs.write_text(folder / "config.json", json.dumps(written, indent=1))
+
+
+def identity(shape: dict[str, int]) -> TargetIdentity:
+    """Of a target that nobody fetched: sizes are true, hashes are none."""
+    return TargetIdentity(
+        source="random:llama", revision="0" * 64, files=(), architecture="LlamaForCausalLM", model_type="llama",
+        num_layers=shape["num_hidden_layers"], hidden_size=shape["hidden_size"], vocab_size=shape["vocab_size"],
+        max_position_embeddings=shape["max_position_embeddings"], tie_word_embeddings=False, dtype="bfloat16",
+        final_norm=FinalNorm(kind="rms_norm", eps=1e-5, weight_offset=0.0, num_zero_scales=0), eos_token_ids=(2,),
+        tokenizer_sha256="0" * 64, chat_template_sha256="0" * 64,
+    )  # fmt: skip
+
+
+def make_samples(num_tokens: int, shape: dict[str, int]) -> dict[str, TokenSample]:
+    """Samples of random ids, of log-normal lengths up to half of the context."""
+    dice, longest, samples, total = random.Random(5), shape["max_position_embeddings"] // 2, {}, 0  # noqa: S311
+    while total < num_tokens:
+        length = max(32, min(longest, int(dice.lognormvariate(LOG_MEAN, LOG_SIGMA))))
+        name = f"{len(samples):016x}"
+        ids = tuple(dice.randrange(3, shape["vocab_size"]) for _ in range(length))
+        masked = length // 4
+        samples[name] = TokenSample(
+            sample_id=name, conversation_id=name, source="random", split="train", variant="greedy", input_ids=ids,
+            loss_mask=(0,) * masked + (1,) * (length - masked),
+        )  # fmt: skip
+        total += length
+    return samples
+
+
+class Opened:
+    """An open engine, for a loop that would open and close it."""
+
+    def __init__(self, engine: SglangEngine) -> None:
+        self._engine = engine
+
+    def announce(self, samples: Sequence[TokenSample]) -> None:
+        """As the engine does."""
+        self._engine.announce(samples)
+
+    def open(self) -> None:
+        """Nothing: it is."""
+
+    def close(self) -> None:
+        """Nothing: others want it."""
+
+    def capture(self, batch: Sequence[TokenSample]) -> Iterator[CapturedSample]:
+        """As the engine does."""
+        return self._engine.capture(batch)
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[Generated]:
+        """As the engine does."""
+        return self._engine.generate(requests)
+
+    def describe(self) -> EngineFacts:
+        """As the engine does."""
+        return self._engine.describe()
+
+
+def prefill(engine: SglangEngine, samples: Sequence[TokenSample], label: str) -> float:
+    """Seconds of the same requests under names that the plugin does not know."""
+    session, left = engine.keeper.session, len(samples)
+    begin_s = time.perf_counter()
+    for number, sample in enumerate(samples):
+        rid = f"{label}-{number}"
+        sampling = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
+        body = {"input_ids": list(sample.input_ids), "rid": rid, "extra_key": rid, "sampling_params": sampling}
+        session.client.send((1 << 40) + number, body)
+    while left:
+        for event in engine.keeper.next_events():
+            if isinstance(event, Answered):
+                assert event.reply.kind == "done", event.reply
+                left -= 1
+        fault = engine.keeper.fault(is_busy=True)
+        if fault:
+            raise console_error(engine, fault)
+    return time.perf_counter() - begin_s
+
+
+def console_error(engine: SglangEngine, fault: str) -> Exception:
+    """The server's end with its last lines."""
+    server = engine.keeper.session.server
+    assert server is not None
+    return server.fault(fault)
+
+
+def capture(engine: SglangEngine, samples: Sequence[TokenSample]) -> float:
+    """Seconds until the states of all samples were given, in batches as the loop asks for them."""
+    begin_s, num_rows = time.perf_counter(), 0
+    engine.announce(samples)
+    for begin in range(0, len(samples), 8):
+        for captured in engine.capture(samples[begin : begin + 8]):
+            num_rows += len(captured.last_TD)
+    assert num_rows == sum(len(sample.input_ids) for sample in samples)
+    return time.perf_counter() - begin_s
+
+
+def store(
+    engine: SglangEngine, samples: dict[str, TokenSample], target: TargetIdentity, args: argparse.Namespace, work: Path
+) -> dict[str, float]:
+    """Seconds and bytes of the whole way to shards."""
+    identity_of = CaptureIdentity(
+        target=target.digest, tokens="0" * 64, boundaries=BOUNDARIES[args.shape], final_hidden="post_norm",
+        dtype="bfloat16", codec=args.codec, engine="sglang", engine_version=engine_version("sglang"),
+        engine_options={}, image="", shard_bytes=args.shard_bytes, batch_tokens=16_384, revision=2, last_rows="all",
+    )  # fmt: skip
+    lengths = [(name, len(sample.input_ids)) for name, sample in samples.items()]
+    plan = build_plan(lengths, identity_of, target.hidden_size)
+    begin_s = time.perf_counter()
+    result = extract(
+        plan, samples, Opened(engine), ExtractLimits(reserve_bytes=1 << 30, max_failed_samples=0),
+        out=work / "states", manifest_path=work / "states.json", home=work / ".eyas",
+    )  # fmt: skip
+    return {
+        "seconds": time.perf_counter() - begin_s,
+        "bytes": float(result.manifest.stored_bytes),
+        "payload": plan.payload_bytes,
+    }
+
+
+def machine_rates(work: Path, device: str) -> dict[str, float]:
+    """Copy to pinned memory and matrix products of the device, and the disk by as many threads as shards are written."""
+    found: dict[str, float] = {}
+    if device == "cuda":
+        states = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+        host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+        found["copy_gb_s"] = COPY_BYTES / _seconds(lambda: host.copy_(states, non_blocking=True)) / 1e9
+        a_XX, b_XX = (torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16) for _ in range(2))
+        found["matrix_flop_s"] = 2 * MATRIX**3 / _seconds(lambda: a_XX @ b_XX)
+        torch.cuda.empty_cache()
+
+    def write(number: int) -> None:
+        with fs.atomic_writer(work / f"disk-{number}") as handle:
+            fs.write_all(handle, [memoryview(os.urandom(1 << 20))] * (DISK_BYTES >> 20))
+
+    with ThreadPoolExecutor(DISK_THREADS) as pool:
+        begin_s = time.perf_counter()
+        list(pool.map(write, range(DISK_THREADS)))
+        found["disk_gb_s"] = DISK_THREADS * DISK_BYTES / (time.perf_counter() - begin_s) / 1e9
+    for number in range(DISK_THREADS):
+        (work / f"disk-{number}").unlink()
+    return found
+
+
+def _seconds(work: Any, num_times: int = 5) -> float:
+    work()
+    torch.cuda.synchronize()
+    begin_s = time.perf_counter()
+    for _ in range(num_times):
+        work()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin_s) / num_times
+
+
+def flops_per_token(shape: dict[str, int], mean_square: float, mean: float) -> float:
+    """Of a prefill: the layers' products and causal attention; of the head one row a sample, which is nothing."""
+    D, inner, heads = shape["hidden_size"], shape["intermediate_size"], shape["num_attention_heads"]
+    K, kv = shape["head_dim"], shape["num_key_value_heads"]
+    linear = 2 * (D * (heads + 2 * kv) * K + heads * K * D + 3 * D * inner)
+    attention = 2 * heads * K * mean_square / mean  # two products over half of the square
+    return shape["num_hidden_layers"] * (linear + attention)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Every stage in turns, each stage's rate as tokens per second."""
+    work: Path = args.work
+    shape, target_folder = SHAPES[args.shape], work / f"target-{args.shape}"
+    work.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {"machine": machine_rates(work, args.device)}
+    _say(found["machine"])
+    if not (target_folder / "config.json").exists():
+        make_target(target_folder, shape, args.device)
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+    target = identity(shape)
+    samples = make_samples(args.tokens, shape)
+    listed, lengths = list(samples.values()), [len(sample.input_ids) for sample in samples.values()]
+    named = dict(pair.split("=", 1) for pair in args.option)
+    options = {name: int(value) if value.isdecimal() else value for name, value in named.items()}
+    engine = SglangEngine(
+        target, target_folder, BOUNDARIES[args.shape], dtype="bfloat16", device=args.device, **options
+    )
+    engine.announce(listed)
+    begin_s = time.perf_counter()
+    engine.open()
+    found["start_s"] = time.perf_counter() - begin_s
+    _say({"start_s": found["start_s"]})
+    try:
+        warm = listed[: args.warm]
+        found["warm_s"] = [prefill(engine, warm, "warm"), capture(engine, warm)]
+        _say({"warm_s": found["warm_s"]})
+        runs: list[tuple[str, float]] = []
+        for number, mode in enumerate(args.modes.split(",")):
+            if mode == "prefill":
+                runs.append((mode, prefill(engine, listed, f"prefill-{number}")))
+            elif mode == "capture":
+                runs.append((mode, capture(engine, listed)))
+            else:
+                stored = store(engine, samples, target, args, work / f"store-{number}")
+                found["stored_share"] = stored["bytes"] / stored["payload"]
+                runs.append((mode, stored["seconds"]))
+            _say({mode: sum(lengths) / runs[-1][1]})
+    finally:
+        engine.close()
+    rates = {mode: [sum(lengths) / s for m, s in runs if m == mode] for mode in ("prefill", "capture", "store")}
+    mean = sum(lengths) / len(lengths)
+    per_token = flops_per_token(shape, sum(n * n for n in lengths) / len(lengths), mean)
+    for mode, values in rates.items():
+        if values:
+            found[f"{mode}_tokens_s"], found[f"{mode}_runs"] = sum(values) / len(values), values
+    base = found.get("prefill_tokens_s", math.nan)
+    found["ratios"] = {mode: found[f"{mode}_tokens_s"] / base for mode in ("capture", "store") if rates[mode]}
+    if "matrix_flop_s" in found["machine"]:
+        found["prefill_share_of_matrix_rate"] = base * per_token / found["machine"]["matrix_flop_s"]
+    return found | {
+        "shape": args.shape, "tokens": sum(lengths), "samples": len(lengths), "flop_per_token": per_token,
+        "options": options, "codec": args.codec, "engine": engine_version("sglang"), "cores": config.cores(),
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+    }  # fmt: skip
+
+
+def _say(values: dict[str, Any]) -> None:
+    console.log(f"capture: {json.dumps(values)}")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="8b")
+    parser.add_argument("--tokens", type=int, default=600_000)
+    parser.add_argument("--warm", type=int, default=40, help="samples that warm the server up")
+    parser.add_argument("--modes", default="prefill,capture,store,prefill,capture,store,prefill")
+    parser.add_argument("--codec", choices=("blosc2", "raw"), default="blosc2")
+    parser.add_argument("--shard-bytes", type=int, default=256 << 20)
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="engine option")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--work", type=Path, required=True, help="folder on the disk to measure; 20 GB for 8b")
+    sys.stdout.write(json.dumps(measure(parser.parse_args()), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
