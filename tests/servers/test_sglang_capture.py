@@ -161,6 +161,7 @@ def test_two_ranks_make_one_record(python: Path, models: dict[str, Path], tmp_pa
         collector.close()
 
 
+@pytest.mark.slow
 def test_without_its_variable_the_server_serves_and_opens_no_socket(
     python: Path, models: dict[str, Path], tmp_path: Path
 ) -> None:

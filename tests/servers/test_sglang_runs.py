@@ -93,7 +93,7 @@ def alive(group: int) -> list[str]:
     return [line[2] for line in lines if int(line[0]) == group and "Z" not in line[1]]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_killed_or_interrupted_in_mid_run_nobody_is_left_and_it_goes_on(undisturbed, models, tmp_path, number):
     """Our own process dies of kill -9, or of Ctrl-C; its server goes with it, and so does the arena."""
     run = Run(models["llama"], tmp_path)
@@ -114,6 +114,7 @@ def test_killed_or_interrupted_in_mid_run_nobody_is_left_and_it_goes_on(undistur
     assert not any(arena.exists() for arena in arenas)
 
 
+@pytest.mark.slow
 def test_a_disk_that_falls_to_its_reserve_stops_the_run_and_it_goes_on(undisturbed, models, tmp_path, monkeypatch):
     """Case 61, with a server behind it that is ended as well."""
     run, seen = Run(models["llama"], tmp_path), []
@@ -202,6 +203,7 @@ def test_a_server_that_cannot_start_says_why(models, tmp_path, monkeypatch):
     assert caught.value.hint == "less .eyas/sglang/server-1.log"
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_meanwhile_is_told(models, tmp_path, monkeypatch):
     """Also when what listens there looks like a healthy server."""
     run = Run(models["llama"], tmp_path)
