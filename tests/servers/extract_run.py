@@ -18,7 +18,7 @@ from eyas.tokens.dataset import make_sample
 BOUNDARIES = (2, 3, 4)
 CHUNK = 256
 OPTIONS = {"chunked_prefill_size": CHUNK, "max_running_requests": 1}
-LENGTHS = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK, 2048 - 7, 2048 - 6)
+LENGTHS = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK, 2048 - 8, 2048 - 7)
 """Every edge of a chunk, and the longest that a context of 2,048 takes."""
 
 

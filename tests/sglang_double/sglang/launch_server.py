@@ -168,7 +168,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(401, {"error": "Unauthorized"})
         elif not ids or strikes("unusable"):
             self.answer(400, {"error": {"message": "Either text, input_ids or input_embeds should be provided."}})
-        elif len(ids) > CONTEXT - 6:
+        elif len(ids) > CONTEXT - 7:
             self.answer(400, {"error": {"message": f"The input ({len(ids)} tokens) is longer than the context length"}})
         elif rid and rid in flying:
             self.answer(400, {"error": {"message": "Duplicate request ID detected"}})

@@ -213,8 +213,8 @@ def test_one_poisoned_sample_is_listed_and_the_others_are_captured(engine, monke
     [
         ((5, 1000), "sample bad: token ids 5 to 1000, expected 0 to 999"),
         ((-1, 5), "sample bad: token ids -1 to 5, expected 0 to 999"),
-        ((5,) * 123, "sample bad: 123 tokens, expected 1 to 122 (what the server takes)"),
-        ((), "sample bad: 0 tokens, expected 1 to 122 (what the server takes)"),
+        ((5,) * 122, "sample bad: 122 tokens, expected 1 to 121 (what the server takes)"),
+        ((), "sample bad: 0 tokens, expected 1 to 121 (what the server takes)"),
     ],
 )
 def test_what_would_end_the_server_is_never_sent(engine, ids, message):
@@ -263,7 +263,7 @@ def test_a_server_that_never_comes_up_is_given_up(engine, fail, monkeypatch):
 def test_a_sample_beyond_the_context_is_refused_before_a_server_starts(engine):
     """Case 25: as long as the context is too long."""
     engine.announce([make_sample("long", (5,) * 128)])
-    with pytest.raises(ServerError, match="longest sample has 128 tokens, the server takes 122"):
+    with pytest.raises(ServerError, match="longest sample has 128 tokens, the server takes 121"):
         engine.open()
 
 

@@ -152,7 +152,7 @@ def test_every_argument_that_is_judged_is_told_by_the_server():
     assert set(preflight.FLAGS) <= told
 
 
-@pytest.mark.parametrize(("pool", "limit"), [(None, 122), (4096, 122), (100, 94)])
+@pytest.mark.parametrize(("pool", "limit"), [(None, 121), (4096, 121), (100, 93)])
 def test_the_longest_sample_fits_into_context_and_pool(pool, limit):
     arguments = {"context_len": 128, "max_total_num_tokens": pool}
     preflight.check_longest(limit, arguments, 4096)

@@ -19,8 +19,8 @@ from eyas.engines.sglang.arena import MORE, SHM, free_shm_bytes
 from eyas.errors import EyasError, ServerError
 from eyas.plan.interpreter import VARIABLE, sglang_python, sglang_versions
 
-INPUT_MARGIN = 6
-"""A request's prompt may be so much shorter than context and KV pool; both versions keep it free."""
+INPUT_MARGIN = 7
+"""A prompt must be so much shorter than context and KV pool: both versions refuse one of their longest length, context - 6."""
 SM120_REFUSED = ("fa3", "flashmla", "trtllm_mla", "cutlass_mla", "trtllm_mha")
 """Attention without kernels for compute capability 12."""
 HOPPER_ONLY = ("fa3", "flashmla")
