@@ -357,7 +357,10 @@ def _collect(run: _Run, samples: Sequence[TokenSample], assembly: ShardAssembly)
     except CaptureError as error:
         general = error.message
     missing = set(assembly.missing)
-    return {s: reasons.get(s, f"sample {s}: {general}") for s in wanted if s in missing}
+    said = {
+        s: general if general.startswith(f"sample {s}:") else f"sample {s}: {general}" for s in missing & set(wanted)
+    }
+    return {s: reasons.get(s, said[s]) for s in wanted if s in missing}
 
 
 def _check_failures(run: _Run, assembly: ShardAssembly) -> None:

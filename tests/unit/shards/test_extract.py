@@ -346,6 +346,19 @@ def test_an_engine_error_in_mid_batch_costs_no_sample(case, unbroken):
     assert case.hashes() == unbroken
 
 
+def test_a_reason_that_names_its_sample_names_it_once(case):
+    bad = case.plan.shards[1].samples[0].sample_id
+
+    def refuses(answers):
+        for captured in answers:
+            if captured.sample_id == bad:
+                raise CaptureError(f"sample {bad}: the server refused it")
+            yield captured
+
+    failed = case.extract(EditedEngine(refuses), max_failed=1).manifest.failed
+    assert [sample.reason for sample in failed] == [f"sample {bad}: the server refused it"]
+
+
 def test_nothing_stored_is_an_error(case):
     """Case 38: 0 written is an error, nothing is published."""
     with pytest.raises(CaptureError, match="none of 40 planned samples is stored"):
