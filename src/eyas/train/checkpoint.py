@@ -86,6 +86,8 @@ class RunFolder:
 
     def __init__(self, root: Path, run_key: str) -> None:
         self.run_key, self.folder = run_key, root / run_key[:16]
+        self._named: set[str] = set()
+        """Files that ``state.json`` names."""
 
     def load(self) -> RunState | None:
         """The newest state, its files verified, or None when there is none.
@@ -108,6 +110,7 @@ class RunFolder:
             found = fs.hash_file(place) if place.is_file() else "no file"
             if found != tensors.sha256:
                 raise TrainError(f"{place} is damaged: SHA-256 {found}, expected {tensors.sha256}", hint)
+        self._named = _names(state)
         return state
 
     def save_tensors(self, name: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> FileDigest:
@@ -155,16 +158,25 @@ class RunFolder:
     def publish(self, state: RunState) -> None:
         """Make a state the one to resume from; files that it does not name go."""
         fs.write_record(self.folder / STATE_NAME, state)
-        named = {state.tensors.path} | ({state.best.tensors.path} if state.best else set())
+        self._named = _names(state)
         for path in self.folder.glob("*.safetensors"):
-            if path.name not in named:
+            if path.name not in self._named:
                 path.unlink()
+
+    def drop(self, tensors: FileDigest) -> None:
+        """Remove tensors that this run needs no more, unless the published state names them."""
+        if tensors.path not in self._named:
+            (self.folder / tensors.path).unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Forget the state: ``state.json`` first, so that a crash in between leaves nothing to resume."""
         (self.folder / STATE_NAME).unlink(missing_ok=True)
         for path in self.folder.glob("*.safetensors*"):
             path.unlink()
+
+
+def _names(state: RunState) -> set[str]:
+    return {state.tensors.path} | ({state.best.tensors.path} if state.best else set())
 
 
 def by_parameter(flat: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
