@@ -220,7 +220,10 @@ def load_drafter(folder: Path, embedding_VD: torch.Tensor) -> tuple[Drafter, Che
     for expected in meta.files:
         path = folder / expected.path
         if not path.is_file() or fs.hash_file(path) != expected.sha256:
-            raise StoreError(f"{path} is missing or is not the file its record names", "run `dvc repro train`")
+            raise StoreError(
+                f"{path} is missing or is not the file its record names",
+                f"`dvc checkout --force {folder}` brings it back from DVC's cache; `dvc repro train` trains it again",
+            )
     try:
         tensors = load((folder / WEIGHTS_NAME).read_bytes())
     except SafetensorError as error:
