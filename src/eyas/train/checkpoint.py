@@ -7,7 +7,7 @@
     models/drafter/drafter.safetensors                float32 weights, d2t, t2d; no embedding
     models/drafter/checkpoint.json                    CheckpointMeta, written last
 
-The resumable state lies outside DVC's outs, which are replaced as a whole when a run ends. Its folder is named by
+The resumable state lies outside DVC's outs, because DVC empties those before a run. Its folder is named by
 the run key (all that decides the result), so a state of other data or parameters is never found. A tensor
 file that no ``state.json`` names is a left-over of a crash and is ignored. Nothing in it knows how many processes
 wrote it.

@@ -4,9 +4,9 @@
     .eyas/train/<run key>/finished/drafter/      links to the files of models/drafter: no disk of their own
     .eyas/train/<run key>/finished/metrics/      a copy of reports/train
 
-DVC runs a stage again when it was killed, or failed, between the stage's end and ``dvc.lock``: a disk that fills up
-while it records, a Ctrl-C while it hashes. Without these that would be a second night of training. At most one is
-kept: it goes when ``dvc.lock`` names it, or when another training ends.
+DVC deletes a stage's outputs before it runs the stage, and it runs it again when it was killed, or failed, between
+the stage's end and ``dvc.lock``. Without these a night of training would be gone with them. At most one is kept:
+it goes when ``dvc.lock`` names it, or when another training ends.
 """
 
 from __future__ import annotations
