@@ -207,6 +207,24 @@ def test_one_poisoned_sample_is_listed_and_the_others_are_captured(engine, monke
     check_equal(got, samples)
 
 
+def test_a_sample_that_needs_the_place_of_finished_ones_costs_no_restart(engine, monkeypatch):
+    """The arena is full of what was sent ahead: the last of it to end makes room, and is no fault of the server."""
+    samples = [make_sample(f"s{n:03d}", (n + 3,) * 120) for n in range(30)]
+    monkeypatch.setenv("EYAS_SHM_BYTES", str(3 * session.wire.Layout(3, 16, "bfloat16").slot_bytes(120)))
+    engine.announce(samples)
+    engine.open()
+    for wanted in (samples[28:29], samples[26:27], samples[24:25]):
+        check_equal(capture(engine, wanted)[0], wanted)
+    assert engine.keeper.num_restarts == 0
+
+
+def test_a_batch_that_names_a_sample_twice_ends(engine):
+    """One outcome for each sample: nobody waits for a second one."""
+    samples = make_samples(2)
+    engine.open()
+    assert len(list(engine.capture([*samples, samples[0]]))) == 2
+
+
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
