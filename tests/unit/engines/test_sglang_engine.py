@@ -307,6 +307,24 @@ def test_too_little_shared_memory_is_refused_with_the_way_to_more(engine, monkey
     assert "--shm-size" in (raised.value.hint or "")
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["--quantization fp8", "--quant=fp8", "--dtype float16", "--kv-cache-dtype fp8_e5m2", "--schedule-policy lof",
+     "--load-format dummy", "--chunked-prefill-size 64", "-tp 2", "--mem-fraction-static 0.9 --model-path /other", "'"],
+)  # fmt: skip
+def test_further_arguments_that_may_decide_the_states_are_refused(engine, monkeypatch, text):
+    """They stand in no identity: states of either kind would be one capture."""
+    monkeypatch.setenv("EYAS_SGLANG_ARGS", text)
+    with pytest.raises(ServerError, match="EYAS_SGLANG_ARGS"):
+        engine.open()
+
+
+def test_further_arguments_that_change_no_state_are_passed_on(engine, monkeypatch):
+    monkeypatch.setenv("EYAS_SGLANG_ARGS", "--mem-fraction-static 0.7 --watchdog-timeout=600")
+    found = session.command(engine._wanted, "python", 1)
+    assert found[-3:] == ["--mem-fraction-static", "0.7", "--watchdog-timeout=600"]
+
+
 def test_an_attached_server_is_used_and_left_running(engine, tmp_path, monkeypatch):
     first = make_engine(
         "sglang", target=make_target(), folder=tmp_path, boundaries=BOUNDARIES, dtype="bfloat16", options=OPTIONS

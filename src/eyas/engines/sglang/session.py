@@ -32,7 +32,6 @@ from eyas.errors import ServerError
 from eyas.plan.interpreter import sglang_python
 
 URL_VARIABLE = "EYAS_SGLANG_URL"
-ARGUMENTS_VARIABLE = "EYAS_SGLANG_ARGS"
 KEY_VARIABLE = "EYAS_SGLANG_API_KEY"
 CPU_POOL_TOKENS = 16384
 BACKOFF_S = (1.0, 5.0, 15.0)
@@ -95,7 +94,6 @@ def command(wanted: Wanted, python: str, port: int, num_tokens: int = 0, capabil
         attention = preflight.check_attention(
             None if attention is None else str(attention), capability, wanted.target.model_type
         )
-    further = shlex.split(os.environ.get(ARGUMENTS_VARIABLE, ""))
     numbers: dict[str, Any] = {name: int(value) for name, value in options.items()}
     arguments = versions.server_arguments(
         wanted.version,
@@ -107,7 +105,7 @@ def command(wanted: Wanted, python: str, port: int, num_tokens: int = 0, capabil
             attention_backend=None if attention is None else str(attention),
             max_total_tokens=max(CPU_POOL_TOKENS, num_tokens + 1024) if wanted.device == "cpu" else None,
             decode=not wanted.boundaries,
-            further=[*(["--trust-remote-code"] if wanted.trust_remote_code else []), *further],
+            further=[*(["--trust-remote-code"] if wanted.trust_remote_code else []), *preflight.more_arguments()],
             **numbers,
         ),
     )
