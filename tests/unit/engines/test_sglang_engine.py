@@ -189,6 +189,32 @@ def test_a_scheduler_that_answers_no_ping_is_given_up(engine, fail, monkeypatch)
     assert engine.keeper.num_restarts == 1
 
 
+def test_a_server_that_does_not_come_up_again_at_once_is_started_once_more(engine, fail):
+    """Of the one before, a GPU's memory or a port may still be taken: a night's run does not end by that."""
+    samples = make_samples(6)
+    engine.announce(samples)
+    engine.open()
+    fail(**{"killed": 2, "broken start": 0})
+    got, failed = capture(engine, samples)
+    assert not failed
+    check_equal(got, samples)
+    assert engine.keeper.num_restarts == 2
+
+
+def test_a_caller_that_is_long_away_is_no_hang(engine):
+    """A disk that stalls for longer than the watchdog waits ends no server that is well."""
+    engine.open()
+    keeper = engine.keeper
+    keeper.watchdog_s = 1
+    keeper.next_events()
+    time.sleep(1.5)
+    keeper.next_events()
+    assert not keeper.fault(is_busy=True)
+    for _ in range(10):  # 2 s of listening
+        keeper.next_events()
+    assert "EYAS_WATCHDOG_S" in keeper.fault(is_busy=True)
+
+
 def test_a_server_that_dies_of_every_request_ends_the_run_with_its_log(engine, fail):
     fail(killed=-1)
     engine.open()
