@@ -21,6 +21,7 @@ from eyas.engines.fake import FakeEngine
 from eyas.engines.registry import make_engine
 from eyas.engines.sglang import session
 from eyas.engines.sglang.flight import Flight
+from eyas.engines.sglang.server import Server
 from eyas.errors import CaptureError, DiskError, EyasError, ServerError
 from eyas.plan import interpreter
 from fake_target import make_target
@@ -431,3 +432,26 @@ def test_answers_are_generated_by_the_server(tmp_path, fail):
     assert answers["r4"].ids == (7, 7, 9, 2)
     assert answers["r4"].finish == "stop"
     assert engine.keeper.num_restarts == 1
+
+
+def test_a_server_whose_watcher_cannot_start_is_ended(tmp_path, monkeypatch):
+    """No more processes: nobody would end this server when we are killed."""
+    started, popen = [], subprocess.Popen
+
+    def fails_second(*arguments, **named):
+        if started:
+            raise BlockingIOError("no more processes")
+        started.append(popen(*arguments, **named))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", fails_second)
+    with pytest.raises(BlockingIOError):
+        Server(["sleep", "100"], os.environ, tmp_path / "log")
+    assert started[0].poll() == -signal.SIGKILL
+
+
+def test_an_interpreter_may_be_named_from_here(tmp_path, monkeypatch):
+    """It is started elsewhere."""
+    (tmp_path / "mine").symlink_to(sys.executable)
+    monkeypatch.setenv("EYAS_SGLANG_PYTHON", "mine")
+    assert interpreter.sglang_python() == str(tmp_path / "mine")
