@@ -96,7 +96,7 @@ def test_unknown_options_and_engines_are_refused(identity, folders):
         opened(identity, folders["llama"], flash=1)
     with pytest.raises(ConfigError, match=r"attention: 'flash', expected one of sdpa, eager"):
         opened(identity, folders["llama"], attention="flash")
-    with pytest.raises(ConfigError, match="engine: 'tgi', expected one of hf, fake"):
+    with pytest.raises(ConfigError, match="engine: 'tgi', expected one of hf, sglang, vllm, fake"):
         make_engine("tgi", target=identity, folder=None, boundaries=(), dtype="float32")
 
 

@@ -142,7 +142,7 @@ def test_packs_made_in_a_thread_give_the_same_bytes_also_after_a_crash(tmp_path,
     _, outcome = world.run(ahead, world.make_inputs(ahead, **changes))
     assert outcome.resumed_at == 4
     assert world.result_bytes(ahead) == world.result_bytes(plain)
-    assert not [t for t in threading.enumerate() if t.name.startswith("eyas-")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("eyas-pack")]
 
 
 def test_one_item_is_made_ahead_and_no_more():
