@@ -64,7 +64,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary doctor verify repair \
 	budget generations retire keep gc-plan gc adopt train-from export-states import-states bench-store bench-gc \
-	bench-train bench-train-quality check test test-slow test-kernels test-sglang test-vllm setup-sglang setup-vllm lock clean
+	bench-train bench-train-quality bench-faults parity check test test-slow test-kernels test-sglang test-vllm setup-sglang setup-vllm lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-19s %s\n",$$1,$$2}' Makefile
@@ -144,6 +144,10 @@ bench-train: $(READY) ## The trainer beside other trainers on this CPU: speed, m
 	eyas bench train $(ARGS)
 bench-train-quality: $(READY) ## Tau of our drafter and of other trainers' from the same states; hours on a CPU; reports/bench/train_quality.json
 	eyas bench train-quality $(JSON_FLAG) $(ARGS)
+bench-faults: $(READY) ## A real SGLang made to fail in nine ways, every byte compared; ten minutes; reports/bench/faults.json
+	eyas bench faults $(JSON_FLAG)
+parity: $(READY) ## Engines beside transformers in float32: ENGINES=hf,sglang (ARGS='--samples 64' JSON=1); reports/parity.json
+	@eyas parity $(JSON_FLAG) $(call option,engines,ENGINES) $(ARGS)
 
 ##@ Exchange
 adopt: $(READY) ## Another program's folder under DVC, hashed once and linked: DIR= ENGINE=vllm (FORMAT= NOTE= NAME=)
@@ -173,9 +177,9 @@ check: $(READY_DEV) ## Format, lint, types, layers, spelling, workflows; under a
 test: $(READY_DEV) ## Quick tests
 	pytest $(ARGS)
 test-slow: $(READY_DEV) ## The tests of ten seconds and more
-	pytest -m 'slow and not gpu and not server' $(ARGS)
+	pytest -m 'slow and not gpu and not server and not sglang and not vllm' $(ARGS)
 test-sglang: $(READY_DEV) $(READY_SGLANG) ## Real SGLang servers on this CPU, some minutes; SmolLM2 too once it is fetched
-	pytest -m sglang tests/servers $(ARGS)
+	pytest -m 'sglang and not slow' tests/servers $(ARGS)
 test-vllm: $(READY_DEV) $(READY_VLLM) ## A real vLLM on this CPU, some minutes; needs SmolLM2: fetched here, or EYAS_TARGETS_DIR
 	pytest -m vllm tests/servers $(ARGS)
 test-kernels: $(READY_DEV) $(TRITON) ## The GPU kernels against torch, in Triton's interpreter; 290 MB the first time

@@ -196,6 +196,14 @@ def scenario_pivot(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def parity(arguments: argparse.Namespace) -> int:
+    from eyas.ops.parity import parity_table, run_parity
+
+    figures = run_parity(Path(), arguments.engines.split(","), arguments.samples)
+    console.emit(canonical_json(figures) if arguments.json else parity_table(figures))
+    return 0 if figures["right"] else 1
+
+
 def reproduce(arguments: argparse.Namespace) -> int:
     from eyas.ops.reproduce import reproduce
 

@@ -43,7 +43,7 @@ class Running(NamedTuple):
 def options(folder: Path, tp_size: int = 1) -> versions.ServerOptions:
     return versions.ServerOptions(
         model_path=str(folder), port=free_port(), device="cpu", dtype="float32", chunked_prefill_size=512,
-        max_running_requests=16, max_total_tokens=16384, tp_size=tp_size, further=("--mem-fraction-static", "0.5"),
+        max_running_requests=16, max_total_tokens=16384, tp_size=tp_size, further=("--mem-fraction-static", "0.9"),
     )  # fmt: skip
 
 
@@ -161,6 +161,7 @@ def test_two_ranks_make_one_record(python: Path, models: dict[str, Path], tmp_pa
         collector.close()
 
 
+@pytest.mark.slow
 def test_without_its_variable_the_server_serves_and_opens_no_socket(
     python: Path, models: dict[str, Path], tmp_path: Path
 ) -> None:

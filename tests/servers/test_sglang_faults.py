@@ -9,6 +9,7 @@ import torch
 
 from eyas.contracts import FinalNorm, TargetIdentity
 from eyas.engines.check_start import check_start
+from eyas.engines.sglang import engine as engines
 from eyas.engines.sglang import preflight, session
 from eyas.engines.sglang.engine import SglangEngine
 from eyas.errors import ServerError
@@ -93,4 +94,12 @@ def test_a_server_with_its_radix_cache_on_is_refused(make, monkeypatch):
     assert not problems
     assert all(len(got[sample.sample_id].last_TD) == len(sample.input_ids) for sample in samples)
     assert torch.equal(got["d0-s000"].last_TD, got["s000"].last_TD)
+    # Without it prompts are shared, and each row that was not computed is missed.
+    whole_body = engines.capture_body
+    monkeypatch.setattr(engines, "capture_body", lambda *given: whole_body(*given) | {"extra_key": None})
+    got, problems = faults._capture(engine, [*samples, *faults._duplicates(samples)])
+    assert problems
+    assert all("were not computed: the server reuses" in problem for problem in problems)
+    assert all(len(got[name].last_TD) == len(got[name].input_ids_T) for name in got)
+    assert not [name for name in got if name.startswith("d")]
     assert Path(".eyas/sglang").is_dir()

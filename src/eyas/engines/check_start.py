@@ -2,7 +2,8 @@
 
 Where the target fits into this machine's memory, ``probe`` compares every stream with transformers. A larger one is
 judged by what its files alone tell: the last state must be the final norm's output (dividing by the norm's scale
-leaves rows of length one), and the head must read the next token out of it more often than out of its neighbours.
+leaves rows of length one), the head must read the next token out of it more often than out of its neighbours, and more
+often than out of the same rows with the norm's scale taken off once: those of a state normed twice are the right ones.
 
 Letters: T tokens of all samples, D target hidden size, V target vocab.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,6 +33,8 @@ MEMORY_SHARE = 0.5
 NORM_TOLERANCE = 0.05
 LEAST_TOP1 = 0.2
 """Of tokens that any target predicts in conversations; guessing gives a fraction of a percent."""
+CLEARLY_MORE = (1.1, 0.02)
+"""Factor and share by which the head reads more out of another state than noise gives."""
 
 
 def probe_samples(plan: CapturePlan, tokens: Mapping[str, TokenSample]) -> list[TokenSample]:
@@ -96,16 +100,25 @@ def check_by_head(target: TargetIdentity, folder: Path, captured: Sequence[Captu
             raise CaptureError(
                 f"probe: last divided by the final norm's scale has length {length:.3f}, expected 1 within "
                 f"{NORM_TOLERANCE}: it is not the last state after the final norm",
-                "the engine gives it before the norm, normed twice, or of another model; nothing was captured",
+                "the engine gives it before the norm, or of another model; nothing was captured",
             )
     top1 = {shift: _top1(captured, ends.head_VD, shift) for shift in (-1, 0, 1, 2)}
     best = max(top1, key=lambda shift: top1[shift])
     if best != 1 or top1[1] < LEAST_TOP1:
-        found = f"token t{best - 1:+d} instead of the next" if best != 1 and top1[best] >= LEAST_TOP1 else "neither"
+        found = f"token t{best:+d} at row t" if best != 1 and top1[best] >= LEAST_TOP1 else "nothing else either"
         raise CaptureError(
-            f"probe: the head reads {top1[1]:.1%} of the next tokens out of last, expected {LEAST_TOP1:.0%} or more: "
-            f"it reads {found}",
+            f"probe: the head reads {top1[1]:.1%} of the next tokens (t+1) out of last, expected {LEAST_TOP1:.0%} or "
+            f"more: it reads {found}",
             "rows are in another order, or the server runs another model; nothing was captured",
+        )
+    inverse_D = torch.where(kept_D, 1 / scale_D, 0.0)
+    once = [replace(got, last_TD=got.last_TD.float() * inverse_D) for got in captured]
+    factor, share = CLEARLY_MORE
+    if (read := _top1(once, ends.head_VD, 1)) > factor * top1[1] + share:
+        raise CaptureError(
+            f"probe: the head reads {top1[1]:.1%} of the next tokens out of last, and {read:.1%} with the final norm's "
+            "scale taken off: last is normed twice",
+            "the engine applies the final norm to what has passed it already; nothing was captured",
         )
     return top1[1]
 

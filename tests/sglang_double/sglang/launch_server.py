@@ -38,15 +38,19 @@ flying: set[str] = set()
 count = [0]
 
 
+lock = threading.Lock()
+
+
 def strikes(name: str) -> bool:
-    faults = json.loads(fault_file.read_text()) if fault_file.exists() else {}
-    wanted = faults.get(name)
-    if wanted is None or (wanted >= 0 and count[0] < wanted):
-        return False
-    if wanted >= 0:
-        del faults[name]
-        fault_file.write_text(json.dumps(faults))
-    return True
+    with lock:  # a file that another thread is writing is half a file, and what reads it dies
+        faults = json.loads(fault_file.read_text()) if fault_file.exists() else {}
+        wanted = faults.get(name)
+        if wanted is None or (wanted >= 0 and count[0] < wanted):
+            return False
+        if wanted >= 0:
+            del faults[name]
+            fault_file.write_text(json.dumps(faults))
+        return True
 
 
 def states(ids: numpy.ndarray, offset: int, prefix: int) -> numpy.ndarray:

@@ -78,12 +78,14 @@ class Arena:
     def __init__(self, num_bytes: int, folder: Path = SHM) -> None:
         remove_leftovers(folder)
         self.num_bytes = num_bytes
+        self._map: mmap.mmap | None = None
         self.path = folder / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             os.posix_fallocate(self._fd, 0, num_bytes)
-            self.memory = memoryview(mmap.mmap(self._fd, num_bytes))
+            self._map = mmap.mmap(self._fd, num_bytes)
+            self.memory = memoryview(self._map)
         except OSError as error:
             self.close()
             raise DiskError(
@@ -92,11 +94,18 @@ class Arena:
             ) from error
 
     def close(self) -> None:
-        """Remove the file; whoever has it mapped keeps its memory. Safe to call twice."""
-        if self._fd >= 0:
-            self.path.unlink(missing_ok=True)
-            os.close(self._fd)
-            self._fd = -1
+        """Remove the file and give its memory back, as far as nobody else has it mapped. Safe to call twice.
+
+        At once, not when Python collects a session that failed: the next one allocates as much again.
+        """
+        if self._fd < 0:
+            return
+        self.path.unlink(missing_ok=True)
+        if self._map is not None:
+            self.memory.release()
+            self._map.close()
+        os.close(self._fd)
+        self._fd = -1
 
 
 def remove_leftovers(folder: Path = SHM) -> None:

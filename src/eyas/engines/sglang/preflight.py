@@ -60,13 +60,15 @@ def check_attention(backend: str | None, capability: float, model_type: str) -> 
 
     Args:
         backend: ``engine_options.attention_backend``; None leaves it to SGLang.
-        capability: Of the GPU: 9.0, 12.0.
+        capability: Of the GPU: 9.0, 12.0; 0 where it is not known.
         model_type: Of the target.
 
     Raises:
         ServerError: The GPU has no kernels for the chosen one.
     """
-    is_refused = (capability >= 12 and backend in SM120_REFUSED) or (capability != 9.0 and backend in HOPPER_ONLY)
+    is_refused = (capability >= 12 and backend in SM120_REFUSED) or (
+        capability not in (0, 9.0) and backend in HOPPER_ONLY
+    )
     if is_refused:
         raise ServerError(
             f"extract.engine_options.attention_backend: {backend!r} has no kernels for compute capability "
@@ -98,6 +100,7 @@ def check_machine(device: str, tp_size: int) -> float:
     return min(gpu.capability for gpu in found)
 
 
+TOOLKIT = "/usr/local/cuda/bin"
 COMPILERS = {
     "nvcc": "install the CUDA toolkit that torch was built with, or put its bin on PATH",
     "ninja": "pip install ninja, or apt-get install ninja-build",
@@ -108,7 +111,7 @@ COMPILERS = {
 def has_program(name: str) -> bool:
     """Whether a compiler is there: on PATH, or where toolkits and the interpreter keep it."""
     beside = os.path.dirname(sglang_python())  # noqa: PTH120
-    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin", beside])
+    path = os.pathsep.join([os.environ.get("PATH", ""), TOOLKIT, beside])
     names = ("c++", "g++", "clang++") if name == "c++" else (name,)
     return any(shutil.which(each, path=path) for each in names)
 

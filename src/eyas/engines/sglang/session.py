@@ -37,6 +37,8 @@ CPU_POOL_TOKENS = 16384
 BACKOFF_S = (1.0, 5.0, 15.0)
 """Before each restart without a finished request between; then the run ends."""
 LOOK_S = 0.2
+PLUGIN_S = 120.0
+"""For a server of ours to open its plugin's socket, or to end, while /health is answered already."""
 END_S = 1.0
 
 
@@ -86,7 +88,7 @@ def command(wanted: Wanted, python: str, port: int, num_tokens: int = 0, capabil
         python: Interpreter.
         port: Of this machine alone.
         num_tokens: Of the longest request.
-        capability: Of the GPU; 0 on a CPU.
+        capability: Of the GPU; 0 on a CPU, and where it is not known.
     """
     options = dict(wanted.options)
     attention = options.pop("attention_backend", None)
@@ -172,6 +174,8 @@ class Session:
         self._stack.callback(self.link.close)
         self.pulse = Pulse(self.link)
         self._wait_until_ready(url)
+        if self.server is not None and self.wanted.boundaries:
+            self._wait_for_plugin(self.server, socket_path)
         if self.wanted.boundaries:
             self._attach(url, socket_path, total_bytes)
 
@@ -198,6 +202,16 @@ class Session:
             time.sleep(LOOK_S)
         if self.server is not None:
             console.log(f"sglang: ready after {console.human_seconds(time.monotonic() - start_s)}")
+
+    def _wait_for_plugin(self, server: Server, socket_path: Path) -> None:
+        """The socket is there before ours is healthy; if not, somebody else has taken the port, and ours will end."""
+        start_s = time.monotonic()
+        while not socket_path.exists():
+            if server.exit:
+                raise server.fault(f"the server did not start: {server.exit}")
+            if time.monotonic() - start_s > PLUGIN_S:
+                raise server.fault(f"the server is up, but eyas' plugin in it opened no socket in {PLUGIN_S:.0f} s")
+            time.sleep(LOOK_S)
 
     def _never_ready(self, url: str, limit_s: float) -> ServerError:
         if self.server is not None:
@@ -369,7 +383,8 @@ def attach_command(wanted: Wanted, python: str, socket_path: str, port: int) -> 
     """What a user types to start a server that eyas can attach to, and eyas with it."""
     folder = Path(__file__).parents[3]
     variables = environment(wanted, folder, Path(socket_path))
-    started: Sequence[str] = command(wanted, python, port)
+    capability = min((gpu.capability for gpu in preflight.gpus()), default=0.0) if wanted.device != "cpu" else 0.0
+    started: Sequence[str] = command(wanted, python, port, capability=capability)
     set_them = [f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items())]
     server = " \\\n  ".join([*set_them, shlex.join(started)])
     return (
