@@ -7,11 +7,7 @@ and everything after it: with a terabyte of states that must be meant.
 from __future__ import annotations
 
 import ast
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,45 +76,6 @@ def test_paths_are_frozen() -> None:
         "models/export",
         "reports/index.html",
     }
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_outputs_stay_until_they_are_replaced_but_for_hidden_states(name: str) -> None:
-    """DVC deletes an output before its stage runs, unless it is persistent; then it copies what is linked."""
-    stage = STAGES[name]
-    entries = [*stage.get("outs", []), *stage.get("metrics", []), *stage.get("plots", [])]
-    kept = [isinstance(entry, dict) and next(iter(entry.values()))["persist"] is True for entry in entries]
-    assert kept == [name != "extract"] * len(entries)
-
-
-def test_a_wrong_parameter_costs_no_output(tmp_path: Path) -> None:
-    """``dvc repro`` by hand: the stage refuses, the drafter and its metrics are as they were, and nothing is stale."""
-    stage = {key: value for key, value in STAGES["train"].items() if key != "deps"}
-    (tmp_path / "dvc.yaml").write_text(yaml.safe_dump({"stages": {"train": stage}}))
-    params = (ROOT / "params.yaml").read_text()
-    (tmp_path / "params.yaml").write_text(params)
-    files = ["models/drafter/drafter.safetensors", "reports/train/metrics.json", "reports/train/plots/metrics/lr.tsv"]
-    for path in files:
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text('{"path": 1}')
-
-    def dvc(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "dvc", *words]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "DVC_NO_ANALYTICS": "1"}
-        environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-
-    assert dvc("init", "--no-scm").returncode == 0
-    with (tmp_path / ".dvc/config.local").open("w") as settings:
-        settings.write(f"[core]\n    site_cache_dir = {tmp_path}/site\n[cache]\n    type = hardlink\n")
-    assert dvc("commit", "-f", "train").returncode == 0
-    (tmp_path / "params.yaml").write_text(params.replace("num_steps:", "num_stepz:"))
-    refused = dvc("repro", "train")
-    assert refused.returncode != 0
-    assert "train.num_stepz" in refused.stderr
-    assert [(tmp_path / path).read_text() for path in files] == ['{"path": 1}'] * 3
-    (tmp_path / "params.yaml").write_text(params)
-    assert json.loads(dvc("status", "--json").stdout) == {}
 
 
 def test_no_stage_depends_on_source_files() -> None:

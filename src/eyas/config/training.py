@@ -138,7 +138,7 @@ class TrainConfig:
         inside = not self.warm_start.startswith(("/", "~")) and ".." not in self.warm_start.split("/")
         require(inside, "train.warm_start", self.warm_start, "a folder of the repository, relative to it")
         kept = not PurePosixPath(self.warm_start).is_relative_to(OUTPUT)
-        require(kept, "train.warm_start", self.warm_start, f"a copy of it: training replaces {OUTPUT}")
+        require(kept, "train.warm_start", self.warm_start, f"a copy of it: DVC empties {OUTPUT} before it trains")
         digits = "[0-9a-f]{64}" if self.warm_start else ""
         named = not self.warm_start_sha256 or re.fullmatch(digits, self.warm_start_sha256) is not None
         expected = "64 hex digits; empty without train.warm_start"

@@ -60,7 +60,7 @@ def run(root: Path, command: Sequence[str], *, force: bool) -> int:
         Exit code of what was run; 0 when nothing had to be.
 
     Raises:
-        ConfigError: A parameter is wrong: told before DVC starts a stage.
+        ConfigError: A parameter is wrong: DVC would empty a stage's outputs before the stage itself could say so.
         StoreError: Finished states would be wiped, or are damaged.
         EyasError: An extraction runs; DVC failed.
     """

@@ -54,7 +54,7 @@ def _python(module: str, variable: str, own: Path) -> str:
             raise PlanError(
                 f"{variable}: {named!r} is no program, expected a python with {module}", f"unset {variable}"
             )
-        return named
+        return os.path.abspath(named)  # noqa: PTH100 - not resolved: a virtual environment's python is a link
     if importlib.util.find_spec(module) is not None:
         return sys.executable
     if os.access(own, os.X_OK):

@@ -7,7 +7,7 @@
     models/drafter/drafter.safetensors                float32 weights, d2t, t2d; no embedding
     models/drafter/checkpoint.json                    CheckpointMeta, written last
 
-The resumable state lies outside DVC's outs, which are replaced as a whole when a run ends. Its folder is named by
+The resumable state lies outside DVC's outs, because DVC empties those before a run. Its folder is named by
 the run key (all that decides the result), so a state of other data or parameters is never found. A tensor
 file that no ``state.json`` names is a left-over of a crash and is ignored. Nothing in it knows how many processes
 wrote it.
@@ -86,6 +86,8 @@ class RunFolder:
 
     def __init__(self, root: Path, run_key: str) -> None:
         self.run_key, self.folder = run_key, root / run_key[:16]
+        self._named: set[str] = set()
+        """Files that ``state.json`` names."""
 
     def load(self) -> RunState | None:
         """The newest state, its files verified, or None when there is none.
@@ -108,6 +110,7 @@ class RunFolder:
             found = fs.hash_file(place) if place.is_file() else "no file"
             if found != tensors.sha256:
                 raise TrainError(f"{place} is damaged: SHA-256 {found}, expected {tensors.sha256}", hint)
+        self._named = _names(state)
         return state
 
     def save_tensors(self, name: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> FileDigest:
@@ -155,16 +158,25 @@ class RunFolder:
     def publish(self, state: RunState) -> None:
         """Make a state the one to resume from; files that it does not name go."""
         fs.write_record(self.folder / STATE_NAME, state)
-        named = {state.tensors.path} | ({state.best.tensors.path} if state.best else set())
+        self._named = _names(state)
         for path in self.folder.glob("*.safetensors"):
-            if path.name not in named:
+            if path.name not in self._named:
                 path.unlink()
+
+    def drop(self, tensors: FileDigest) -> None:
+        """Remove tensors that this run needs no more, unless the published state names them."""
+        if tensors.path not in self._named:
+            (self.folder / tensors.path).unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Forget the state: ``state.json`` first, so that a crash in between leaves nothing to resume."""
         (self.folder / STATE_NAME).unlink(missing_ok=True)
         for path in self.folder.glob("*.safetensors*"):
             path.unlink()
+
+
+def _names(state: RunState) -> set[str]:
+    return {state.tensors.path} | ({state.best.tensors.path} if state.best else set())
 
 
 def by_parameter(flat: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
@@ -208,7 +220,10 @@ def load_drafter(folder: Path, embedding_VD: torch.Tensor) -> tuple[Drafter, Che
     for expected in meta.files:
         path = folder / expected.path
         if not path.is_file() or fs.hash_file(path) != expected.sha256:
-            raise StoreError(f"{path} is missing or is not the file its record names", "run `dvc repro train`")
+            raise StoreError(
+                f"{path} is missing or is not the file its record names",
+                f"`dvc checkout --force {folder}` brings it back from DVC's cache; `dvc repro train` trains it again",
+            )
     try:
         tensors = load((folder / WEIGHTS_NAME).read_bytes())
     except SafetensorError as error:

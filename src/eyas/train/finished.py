@@ -4,9 +4,9 @@
     .eyas/train/<run key>/finished/drafter/      links to the files of models/drafter: no disk of their own
     .eyas/train/<run key>/finished/metrics/      a copy of reports/train
 
-DVC runs a stage again when it was killed, or failed, between the stage's end and ``dvc.lock``: a disk that fills up
-while it records, a Ctrl-C while it hashes. Without these that would be a second night of training. At most one is
-kept: it goes when ``dvc.lock`` names it, or when another training ends.
+DVC deletes a stage's outputs before it runs the stage, and it runs it again when it was killed, or failed, between
+the stage's end and ``dvc.lock``. Without these a night of training would be gone with them. At most one is kept:
+it goes when ``dvc.lock`` names it, or when another training ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from eyas import console, fs
 from eyas.contracts import CheckpointMeta
 from eyas.errors import StoreError
 
-FOLDER, RESULT_NAME, META_NAME = "finished", "result.json", "checkpoint.json"
+FOLDER, RESULT_NAME, META_NAME, METRICS_NAME = "finished", "result.json", "checkpoint.json", "metrics.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,27 +63,29 @@ class Finished:
         """Keep what was published; what is kept of other runs goes."""
         with fs.atomic_dir(self.folder) as part:
             _copy(drafter, part / "drafter")
-            shutil.copytree(metrics, part / "metrics")
+            _copy_tree(metrics, part / "metrics")
             fs.write_record(part / RESULT_NAME, result)
         for other in self._root.glob(f"*/{FOLDER}"):
             if other != self.folder:
                 _forget(other)
 
-    def publish(self, drafter: Path, metrics: Path) -> tuple[CheckpointMeta, FinishedRun] | None:
-        """Publish again what was kept; None when nothing was, or when it is not whole any more."""
+    def read(self) -> tuple[CheckpointMeta, FinishedRun] | None:
+        """What was kept; None when nothing was, or when it is not whole any more."""
         if not self.folder.is_dir():
             return None
         try:
-            meta, result = self._read()
+            return self._read()
         except StoreError as error:
             console.log(f"train: what was kept of the finished run is of no use: {error.message}")
             _forget(self.folder)
             return None
+
+    def publish(self, drafter: Path, metrics: Path) -> None:
+        """Publish again what ``read`` found whole."""
         with fs.atomic_dir(metrics) as part:
-            shutil.copytree(self.folder / "metrics", part, dirs_exist_ok=True)
+            _copy_tree(self.folder / "metrics", part)
         with fs.atomic_dir(drafter) as part:
             _copy(self.folder / "drafter", part)
-        return meta, result
 
     def _read(self) -> tuple[CheckpointMeta, FinishedRun]:
         result = fs.read_record(FinishedRun, self.folder / RESULT_NAME)
@@ -94,6 +96,7 @@ class Finished:
             path = self.folder / "drafter" / file.path
             if not path.is_file() or fs.hash_file(path) != file.sha256:
                 raise StoreError(f"{path} is missing or is not the file its record names")
+        fs.read_json(self.folder / "metrics" / METRICS_NAME)
         return meta, result
 
 
@@ -129,6 +132,16 @@ def _copy(source: Path, folder: Path) -> None:
         except OSError as error:
             if error.errno not in fs.NO_HARDLINKS:
                 raise
+            shutil.copyfile(path, folder / path.name)
+
+
+def _copy_tree(source: Path, folder: Path) -> None:
+    """Copy file by file: the error of ``shutil.copytree`` does not say that the disk is full."""
+    folder.mkdir(exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_dir():
+            _copy_tree(path, folder / path.name)
+        else:
             shutil.copyfile(path, folder / path.name)
 
 

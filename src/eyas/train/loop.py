@@ -150,6 +150,8 @@ class Trainer:
     def _load(self) -> RunState | None:
         """The state, and a look whether there is room for what this run will write."""
         state = self.run_folder.load()
+        if state is not None:
+            check_damage(state.damaged, self.config.max_damaged_samples)
         weights_bytes = len(self.weights.master_P) * VALUE_BYTES
         state_bytes = weights_bytes * (1 + len(self._optimizer.state_names))
         num_weights = 2 if self.config.keep == "best" else 1
@@ -329,6 +331,8 @@ class Trainer:
             name, views = f"best-{self._step:08d}", self.weights.views
             tensors = self.world.on_first(lambda: self.run_folder.save_tensors(name, by_parameter(flat, views)))
             rows = self._num_trained_rows
+            if self._best is not None and self.world.is_first:
+                self.run_folder.drop(self._best.tensors)
             self._best = Best(step=self._step, num_trained_rows=rows, tau=tau, tensors=tensors)
 
     def _count_damage(self, damaged: dict[str, str]) -> None:

@@ -23,6 +23,7 @@ from eyas.train.data import calibration_slice
 from eyas.train.distributed import World, same_on_all
 from eyas.train.finished import BestStep, Finished, FinishedRun
 from eyas.train.loop import Outcome, Trainer
+from eyas.train.packs import check_damage
 from eyas.train.warm_start import read_warm_start
 
 LOCK_NAME = "train.lock"
@@ -107,7 +108,7 @@ def train(
     with contextlib.ExitStack() as held:
         held.enter_context(disk_errors(runs_root))
         world.on_first(lambda: held.enter_context(volume_lock(runs_root / LOCK_NAME, "train")) and None)
-        kept = world.on_first(lambda: finished.publish(output, metrics_folder))
+        kept = world.on_first(lambda: _publish_again(finished, inputs.config, output, metrics_folder))
         if kept is not None:
             world.on_first(run.remove)
             if world.is_first:
@@ -125,6 +126,17 @@ def train(
         meta = world.on_first(lambda: publish_drafter(output, drafter, _meta(inputs, drafter.shape, outcome)))
         world.on_first(lambda: _keep(run, finished, outcome, output, metrics_folder))
     return meta, outcome
+
+
+def _publish_again(
+    finished: Finished, config: TrainConfig, output: Path, metrics_folder: Path
+) -> tuple[CheckpointMeta, FinishedRun] | None:
+    """Publish what is finished and kept; None when nothing is."""
+    kept = finished.read()
+    if kept is not None:
+        check_damage(kept[1].damaged, config.max_damaged_samples)  # the limit may be another than it trained under
+        finished.publish(output, metrics_folder)
+    return kept
 
 
 def _keep(run: RunFolder, finished: Finished, outcome: Outcome, output: Path, metrics_folder: Path) -> None:

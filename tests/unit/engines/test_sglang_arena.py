@@ -131,3 +131,38 @@ def test_a_slot_of_a_failed_request_is_not_used_before_a_later_one_is_done(steps
                     flight.slots.give_back(outcome.attempt.slot.offset)
         else:
             poisoned[attempt.slot.offset] = flight.next_attempt
+
+
+def test_what_may_have_ended_a_server_is_not_sent_beside_what_is_wanted():
+    """A poisoned sample sent ahead would end one server after another, under samples that are none the worse."""
+    layout = wire.Layout(1, 8, "bfloat16")
+    samples = [
+        TokenSample(sample_id=f"s{n}", conversation_id="c", source="x", split="train", variant="given",
+                    input_ids=(1,) * 10, loss_mask=(1,) * 10)
+        for n in range(8)
+    ]  # fmt: skip
+    flight = Flight(layout)
+
+    def new_server():
+        flight.attach("0" * 16, 20 * layout.slot_bytes(10), 1000, 10)
+
+    def sent():
+        started = iter(flight.next_to_send, None)
+        return [attempt.sample.sample_id for attempt in started if attempt.sample is not None]
+
+    flight.announce(samples[:4])
+    new_server()
+    flight.ask(samples[:2])
+    assert sent() == ["s0", "s1", "s2", "s3"]
+    new_server()
+    assert sent() == ["s0", "s1"]  # nobody waits for the others: they are sent when somebody does
+    new_server()
+    assert [outcome.sample.sample_id for outcome in flight.take_outcomes()] == ["s0", "s1"]
+    flight.announce(samples[4:])
+    flight.ask(samples[:1])
+    assert sent() == ["s0"]  # alone: if this server ends too, it is the one
+    number = next(iter(flight.under_way))
+    flight.ask(samples[1:2])
+    assert sent() == []
+    flight.answered(number, Reply(kind="aborted"), 1)
+    assert sent() == ["s1"]

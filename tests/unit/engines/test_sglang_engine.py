@@ -21,6 +21,7 @@ from eyas.engines.fake import FakeEngine
 from eyas.engines.registry import make_engine
 from eyas.engines.sglang import session
 from eyas.engines.sglang.flight import Flight
+from eyas.engines.sglang.server import Server
 from eyas.errors import CaptureError, DiskError, EyasError, ServerError
 from eyas.plan import interpreter
 from fake_target import make_target
@@ -190,6 +191,32 @@ def test_a_scheduler_that_answers_no_ping_is_given_up(engine, fail, monkeypatch)
     assert engine.keeper.num_restarts == 1
 
 
+def test_a_server_that_does_not_come_up_again_at_once_is_started_once_more(engine, fail):
+    """Of the one before, a GPU's memory or a port may still be taken: a night's run does not end by that."""
+    samples = make_samples(6)
+    engine.announce(samples)
+    engine.open()
+    fail(**{"killed": 2, "broken start": 0})
+    got, failed = capture(engine, samples)
+    assert not failed
+    check_equal(got, samples)
+    assert engine.keeper.num_restarts == 2
+
+
+def test_a_caller_that_is_long_away_is_no_hang(engine):
+    """A disk that stalls for longer than the watchdog waits ends no server that is well."""
+    engine.open()
+    keeper = engine.keeper
+    keeper.watchdog_s = 1
+    keeper.next_events()
+    time.sleep(1.5)
+    keeper.next_events()
+    assert not keeper.fault(is_busy=True)
+    for _ in range(10):  # 2 s of listening
+        keeper.next_events()
+    assert "EYAS_WATCHDOG_S" in keeper.fault(is_busy=True)
+
+
 def test_a_server_that_dies_of_every_request_ends_the_run_with_its_log(engine, fail):
     fail(killed=-1)
     engine.open()
@@ -206,6 +233,24 @@ def test_one_poisoned_sample_is_listed_and_the_others_are_captured(engine, monke
     got, failed = capture(engine, [*samples[:6], poison, *samples[6:]], batch=13)
     assert list(failed) == ["poison"]
     check_equal(got, samples)
+
+
+def test_a_sample_that_needs_the_place_of_finished_ones_costs_no_restart(engine, monkeypatch):
+    """The arena is full of what was sent ahead: the last of it to end makes room, and is no fault of the server."""
+    samples = [make_sample(f"s{n:03d}", (n + 3,) * 120) for n in range(30)]
+    monkeypatch.setenv("EYAS_SHM_BYTES", str(3 * session.wire.Layout(3, 16, "bfloat16").slot_bytes(120)))
+    engine.announce(samples)
+    engine.open()
+    for wanted in (samples[28:29], samples[26:27], samples[24:25]):
+        check_equal(capture(engine, wanted)[0], wanted)
+    assert engine.keeper.num_restarts == 0
+
+
+def test_a_batch_that_names_a_sample_twice_ends(engine):
+    """One outcome for each sample: nobody waits for a second one."""
+    samples = make_samples(2)
+    engine.open()
+    assert len(list(engine.capture([*samples, samples[0]]))) == 2
 
 
 @pytest.mark.parametrize(
@@ -290,6 +335,24 @@ def test_too_little_shared_memory_is_refused_with_the_way_to_more(engine, monkey
     assert "--shm-size" in (raised.value.hint or "")
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["--quantization fp8", "--quant=fp8", "--dtype float16", "--kv-cache-dtype fp8_e5m2", "--schedule-policy lof",
+     "--load-format dummy", "--chunked-prefill-size 64", "-tp 2", "--mem-fraction-static 0.9 --model-path /other", "'"],
+)  # fmt: skip
+def test_further_arguments_that_may_decide_the_states_are_refused(engine, monkeypatch, text):
+    """They stand in no identity: states of either kind would be one capture."""
+    monkeypatch.setenv("EYAS_SGLANG_ARGS", text)
+    with pytest.raises(ServerError, match="EYAS_SGLANG_ARGS"):
+        engine.open()
+
+
+def test_further_arguments_that_change_no_state_are_passed_on(engine, monkeypatch):
+    monkeypatch.setenv("EYAS_SGLANG_ARGS", "--mem-fraction-static 0.7 --watchdog-timeout=600")
+    found = session.command(engine._wanted, "python", 1)
+    assert found[-3:] == ["--mem-fraction-static", "0.7", "--watchdog-timeout=600"]
+
+
 def test_an_attached_server_is_used_and_left_running(engine, tmp_path, monkeypatch):
     first = make_engine(
         "sglang", target=make_target(), folder=tmp_path, boundaries=BOUNDARIES, dtype="bfloat16", options=OPTIONS
@@ -370,3 +433,26 @@ def test_answers_are_generated_by_the_server(tmp_path, fail):
     assert answers["r4"].ids == (7, 7, 9, 2)
     assert answers["r4"].finish == "stop"
     assert engine.keeper.num_restarts == 1
+
+
+def test_a_server_whose_watcher_cannot_start_is_ended(tmp_path, monkeypatch):
+    """No more processes: nobody would end this server when we are killed."""
+    started, popen = [], subprocess.Popen
+
+    def fails_second(*arguments, **named):
+        if started:
+            raise BlockingIOError("no more processes")
+        started.append(popen(*arguments, **named))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", fails_second)
+    with pytest.raises(BlockingIOError):
+        Server(["sleep", "100"], os.environ, tmp_path / "log")
+    assert started[0].poll() == -signal.SIGKILL
+
+
+def test_an_interpreter_may_be_named_from_here(tmp_path, monkeypatch):
+    """It is started elsewhere."""
+    (tmp_path / "mine").symlink_to(sys.executable)
+    monkeypatch.setenv("EYAS_SGLANG_PYTHON", "mine")
+    assert interpreter.sglang_python() == str(tmp_path / "mine")

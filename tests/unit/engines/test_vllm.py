@@ -311,11 +311,27 @@ def test_options_are_checked(options, message):
         preflight.checked_options(options)
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", '{"enable_prefix_caching": true}', '{"max_num_seqs": 2}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1]",
+        "{",
+        '{"enable_prefix_caching": true}',
+        '{"max_num_seqs": 2}',
+        '{"quantization": "fp8"}',
+        '{"kv_cache_dtype": "fp8"}',
+        '{"hf_overrides": {}}',
+    ],
+)
 def test_further_arguments_cannot_change_the_states(text, monkeypatch):
     monkeypatch.setenv("EYAS_VLLM_ARGS", text)
     with pytest.raises(ConfigError, match="EYAS_VLLM_ARGS"):
         preflight.more_arguments()
+
+
+def test_further_arguments_that_change_no_state_are_passed_on(monkeypatch):
+    monkeypatch.setenv("EYAS_VLLM_ARGS", '{"gpu_memory_utilization": 0.8, "max_model_len": 16384}')
+    assert preflight.more_arguments() == {"gpu_memory_utilization": 0.8, "max_model_len": 16384}
 
 
 def test_targets_that_vllm_cannot_capture_are_refused(identity):

@@ -38,11 +38,15 @@ def pack_of(masks: list[list[int]], ttt_steps: int, multiple: int = 1) -> Pack:
 
 @pytest.mark.parametrize("multiple", [1, 16])
 def test_operations_of_a_step_by_hand(multiple: int) -> None:
-    """One document of 6, answers at 3 to 5: rows 2 and 3 train at step 0, row 2 at step 1; filling counts nothing."""
+    """One document of 6, answers at 3 to 5: rows 2 and 3 train at step 0, row 2 at step 1; filling counts nothing.
+
+    The halves of q, k and v that read an embedding are needed once a token: row 3 at step 0 and row 2 at step 1 share one.
+    """
     products = {
         "fc": 2 * 6 * (24 * 8) * 2,  # forward, weight
-        "keys and values": 2 * (6 + 1) * (16 * 8) * 3,
-        "queries, output, mlp": 2 * (2 + 1) * (16 * 12 + 12 * 8 + 3 * 8 * 10) * 3,
+        "keys and values": 2 * (6 + 6 + 1) * (8 * 8) * 3,  # of embeddings, of states, of row 2 at step 1
+        "queries": 2 * (2 + 2 + 1) * (8 * 12) * 3,  # of tokens 3 and 4, of rows
+        "output, mlp": 2 * (2 + 1) * (12 * 8 + 3 * 8 * 10) * 3,
         "head": 2 * (2 + 1) * (8 * 20) * 2,  # forward, input
         "teacher": 2 * 2 * (8 * 20),  # at 3 and 4
         # row 2 sees 3 keys and row 3 sees 4; then row 2 sees 3 and its own of step 1; scores and values, 12 wide

@@ -250,8 +250,10 @@ def test_a_damaged_or_foreign_drafter_is_refused(tmp_path):
         load_drafter(tmp_path / "drafter", torch.zeros(5, world.D))
     weights = tmp_path / "drafter/drafter.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(StoreError, match="is missing or is not the file"):
+    with pytest.raises(StoreError, match="is missing or is not the file") as caught:
         load_drafter(tmp_path / "drafter", torch.zeros(world.V, world.D))
+    # seconds, where a training is a night
+    assert f"dvc checkout --force {tmp_path / 'drafter'}" in str(caught.value.hint)
 
 
 # ── first weights ─────────────────────────────────────────────────────────────────────────────

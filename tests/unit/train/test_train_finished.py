@@ -9,7 +9,7 @@ import pytest
 import train_world as world
 
 from eyas import fs
-from eyas.errors import DiskError
+from eyas.errors import DiskError, StoreError, TrainError
 from eyas.train import finished, loop, run
 from eyas.train.finished import Finished, settle
 
@@ -99,6 +99,49 @@ def test_without_room_to_keep_results_the_state_stays(tmp_path, monkeypatch):
     assert world.result_bytes(tmp_path) == published
 
 
+def test_a_disk_that_fills_while_results_are_kept_costs_nothing(tmp_path, monkeypatch, capsys):
+    """The copies of the metrics find no room: the stage ends well and the state stays."""
+    copyfile = shutil.copyfile
+
+    def full(source, place, **options):
+        if "finished" in str(place):
+            raise OSError(errno.ENOSPC, "No space left on device", str(place))
+        return copyfile(source, place, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", full)
+        world.run(tmp_path, world.make_inputs(tmp_path))
+    assert "train: the state stays in" in capsys.readouterr().err
+    assert len(list((tmp_path / "runs").glob("*/state.json"))) == 1
+    assert not list((tmp_path / "runs").glob("*/finished*"))
+
+
+def test_a_run_with_more_damage_than_is_allowed_now_is_not_published_again(tmp_path, monkeypatch):
+    """``max_damaged_samples`` does not decide the result, but whether it may be published: also of a whole state."""
+    damaged = {f"{i:016x}" for i in (1, 3)}
+
+    class DamagedReader(world.MemoryReader):
+        def read(self, sample_id):
+            if sample_id in damaged:
+                raise StoreError(f"checksum of {sample_id}")
+            return super().read(sample_id)
+
+    def run_allowing(count):
+        return world.run(tmp_path, world.make_inputs(tmp_path, reader=DamagedReader(), max_damaged_samples=count))
+
+    for patched in ({"keep": lambda *_: (_ for _ in ()).throw(DiskError("no room"))}, {}):
+        with monkeypatch.context() as patch:
+            for name, value in patched.items():
+                patch.setattr(Finished, name, value)
+            run_allowing(2)
+        wipe(tmp_path)
+        with pytest.raises(TrainError, match=r"2 samples are damaged, expected at most train.max_damaged_samples=1"):
+            run_allowing(1)
+        assert not (tmp_path / "drafter").exists()
+    run_allowing(2)
+    assert (tmp_path / "drafter").exists()
+
+
 def test_one_finished_run_is_kept(tmp_path):
     for steps in (6, 7, 8):
         world.run(tmp_path, world.make_inputs(tmp_path, num_steps=steps))
@@ -107,7 +150,9 @@ def test_one_finished_run_is_kept(tmp_path):
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {kept.parent.name, "train.lock"}
 
 
-@pytest.mark.parametrize("name", ["drafter/drafter.safetensors", "drafter/checkpoint.json", "result.json"])
+@pytest.mark.parametrize(
+    "name", ["drafter/drafter.safetensors", "drafter/checkpoint.json", "result.json", "metrics/metrics.json"]
+)
 def test_damaged_results_are_made_again(tmp_path, capsys, name):
     world.run(tmp_path, world.make_inputs(tmp_path))
     published = world.result_bytes(tmp_path)

@@ -192,6 +192,36 @@ def test_resumed_runs_keep_the_same_best(tmp_path, monkeypatch, stops):
     assert world.result_bytes(broken) == world.result_bytes(whole)
 
 
+def test_ever_better_weights_take_no_more_room_than_was_asked_for(tmp_path, monkeypatch):
+    """Twelve validations between two checkpoints, each the best: besides what the state names two files at most."""
+    save, found = checkpoint.RunFolder.save_tensors, []
+
+    def counted(run_folder, *args):
+        saved = save(run_folder, *args)
+        found.append(len(list(run_folder.folder.glob("best-*.safetensors"))))
+        return saved
+
+    monkeypatch.setattr(checkpoint.RunFolder, "save_tensors", counted)
+    monkeypatch.setattr("eyas.train.validation.Validator.__call__", told(range(12)))
+    changes = {"validation_share": 0.2, "validate_every": 1, "checkpoint_every": 100, "keep": "best"}
+    _, outcome = world.run(tmp_path, world.make_inputs(tmp_path, **changes))
+    assert outcome.best.step == 12
+    assert (len(found), max(found)) == (13, 2)
+
+
+def test_a_better_validation_takes_nothing_from_the_published_state(tmp_path, monkeypatch):
+    """Killed at step 6: the state of step 4 names the best of step 4, which steps 5 and 6 were better than."""
+    changes = {"validation_share": 0.2, "validate_every": 1, "checkpoint_every": 4, "keep": "best"}
+    monkeypatch.setattr("eyas.train.validation.Validator.__call__", told(range(100)))
+    restore = stop_at(monkeypatch, 6)
+    with pytest.raises(StoppedError):
+        world.run(tmp_path, world.make_inputs(tmp_path, **changes))
+    restore()
+    monkeypatch.setattr("eyas.train.validation.Validator.__call__", told([0.0] * 100))
+    _, outcome = world.run(tmp_path, world.make_inputs(tmp_path, **changes))
+    assert (outcome.resumed_at, outcome.best.step) == (4, 4)
+
+
 def test_a_damaged_best_is_refused(tmp_path, monkeypatch):
     changes = {**VALIDATED, "keep": "best"}
     restore = stop_at(monkeypatch, 9)

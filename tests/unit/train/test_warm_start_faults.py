@@ -254,7 +254,7 @@ def test_the_content_must_be_what_params_say(place):
         ({"warm_start": "/models/public", "warm_start_sha256": "0" * 64}, "train.warm_start:"),
         ({"warm_start": "~/public"}, "train.warm_start:"),
         ({"warm_start": "models/../../public"}, "train.warm_start:"),
-        ({"warm_start": "./models/drafter/"}, "train.warm_start: .* a copy of it: training replaces models/drafter"),
+        ({"warm_start": "./models/drafter/"}, "train.warm_start: .* a copy of it: DVC empties models/drafter"),
         ({"warm_start": "models/public", "warm_start_sha256": "abc"}, "train.warm_start_sha256"),
         ({"warm_start_sha256": "0" * 64}, "train.warm_start_sha256"),
     ],

@@ -123,7 +123,7 @@ class SglangEngine:
 
     def capture_raw(self, batch: Sequence[TokenSample]) -> Iterator[CapturedSample]:
         """As ``capture``, in the dtype that the server computes in: for comparing engines."""
-        flight, problems, num_left = self._flight, [], len(batch)
+        flight, problems, num_left = self._flight, [], len({sample.sample_id for sample in batch})
         flight.ask(batch)
         while num_left:
             self._send()
@@ -196,7 +196,8 @@ class SglangEngine:
             return  # what is complete lies in this arena: it is taken before the server may be given up
         fault = keeper.fault(is_busy=bool(flight.under_way))
         if not fault and flight.is_stuck:
-            fault = "no part of the shared memory comes free"
+            self._send()  # what was under way has just ended: now finished samples may be given up for it
+            fault = "no part of the shared memory comes free" if flight.is_stuck else ""
         if fault:
             keeper.renew(fault)
             self._attach()

@@ -85,6 +85,8 @@ class Flight:
         self.longest_prompt, self.vocab_size = longest_prompt, vocab_size
         for sample in lost:
             self.num_crashes[sample.sample_id] = self.num_crashes.get(sample.sample_id, 0) + 1
+        # One of them may have ended the server: those that nobody waits for are not sent ahead a second time.
+        lost = [sample for sample in lost if sample.sample_id in self.asked]
         self._send_again([*lost, *(attempt.sample for attempt in again if attempt.sample is not None)])
         for name in [n for n in self.urgent if self.num_crashes.get(n, 0) >= MAX_CRASHES]:
             self._give_up(self.urgent.pop(name), f"{self.num_crashes[name]} servers ended while it ran")
@@ -113,9 +115,13 @@ class Flight:
 
     def next_to_send(self) -> Attempt | None:
         """The next request, with its slot; None while nothing more can be sent."""
+        if self.num_crashes and any(self._goes_alone(attempt.sample) for attempt in self.under_way.values()):
+            return None
         while self.urgent or self.ahead:
             waiting = self.urgent or self.ahead
             name, sample = next(iter(waiting.items()))
+            if self.under_way and self._goes_alone(sample):
+                return None
             problem = self._unfit(sample)
             if problem:
                 del waiting[name]
@@ -132,6 +138,10 @@ class Flight:
                 return self._lift()
             return attempt
         return None
+
+    def _goes_alone(self, sample: TokenSample | None) -> bool:
+        """Too many servers ended under it: nothing else is under way beside it, so that the next end is its own."""
+        return sample is not None and self.num_crashes.get(sample.sample_id, 0) >= MAX_CRASHES
 
     def _unfit(self, sample: TokenSample) -> str:
         """Why a server must not be sent this sample: one wrong id would end it."""

@@ -6,6 +6,7 @@ Every refusal names what was found, what is expected and the flag, variable or p
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -115,6 +116,37 @@ def has_program(name: str) -> bool:
     return any(shutil.which(each, path=path) for each in names)
 
 
+ARGUMENTS_VARIABLE = "EYAS_SGLANG_ARGS"
+HARMLESS = frozenset({
+    "base-gpu-id", "context-length", "crash-dump-folder", "cuda-graph-bs-decode", "cuda-graph-max-bs-decode", "disable-cuda-graph",
+    "disable-custom-all-reduce", "disable-overlap-schedule", "dist-init-addr", "dist-timeout", "download-dir",
+    "enable-metrics", "enable-p2p-check", "gpu-id-step", "log-level", "log-level-http", "max-queued-requests",
+    "max-total-tokens", "mem-fraction-static", "nccl-port", "numa-node", "skip-server-warmup", "soft-watchdog-timeout",
+    "watchdog-timeout", "weight-loader-disable-mmap",
+})  # fmt: skip
+"""Server arguments that decide no state: what stands in the variable is in no identity. Others are refused unseen."""
+
+
+def more_arguments() -> list[str]:
+    """``EYAS_SGLANG_ARGS``: further server arguments that cannot change a result.
+
+    Raises:
+        ServerError: It cannot be split, or names an argument that is not known to be harmless.
+    """
+    try:
+        found = shlex.split(os.environ.get(ARGUMENTS_VARIABLE, ""))
+    except ValueError as error:
+        raise ServerError(f"{ARGUMENTS_VARIABLE}: {error}", f"unset {ARGUMENTS_VARIABLE}") from error
+    for word in found:
+        flag = word.partition("=")[0]
+        if flag.startswith("-") and flag.removeprefix("--") not in HARMLESS and not flag[1:2].isdigit():
+            raise ServerError(
+                f"{ARGUMENTS_VARIABLE}: {flag} may decide the states, expected one of --{', --'.join(sorted(HARMLESS))}",
+                "what decides them stands in params.yaml: extract.engine_options, target.dtype",
+            )
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
     """What the plan expects of a server."""
@@ -145,6 +177,10 @@ FLAGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_hierarchical_cache": ((False, None), "start the server without --enable-hierarchical-cache"),
     "enable_lora": ((False, None), "start the server without --enable-lora"),
     "allow_auto_truncate": ((False, None), "start the server without --allow-auto-truncate"),
+    "enable_torch_compile": ((False, None), "start the server without --enable-torch-compile"),
+    # A later request that overtakes a given-up one would free its slot too early.
+    "schedule_policy": (("fcfs", None), "start the server with --schedule-policy fcfs"),
+    "enable_priority_scheduling": ((False, None), "start the server without --enable-priority-scheduling"),
     "disaggregation_mode": (("null", None), "start the server without --disaggregation-mode"),
 }
 """Server arguments: what they may be, and what to change."""

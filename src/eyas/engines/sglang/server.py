@@ -47,9 +47,14 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._watcher = subprocess.Popen(
-            ["/bin/sh", "-c", WATCHER, str(self.pid)], stdin=subprocess.PIPE, start_new_session=True
-        )
+        try:
+            self._watcher = subprocess.Popen(
+                ["/bin/sh", "-c", WATCHER, str(self.pid)], stdin=subprocess.PIPE, start_new_session=True
+            )
+        except BaseException:  # nobody else knows of the server yet
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+            raise
 
     @property
     def pid(self) -> int:
@@ -85,10 +90,10 @@ class Server:
         deadline_s = time.monotonic() + GRACE_S
         while self._has_members() and time.monotonic() < deadline_s:
             time.sleep(0.02)
+        self._watcher.kill()  # before its pipe closes: the group's number may be somebody else's by now
+        self._watcher.wait()
         if self._watcher.stdin is not None:
             self._watcher.stdin.close()
-        self._watcher.kill()
-        self._watcher.wait()
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -32,7 +32,6 @@ from eyas.errors import ServerError
 from eyas.plan.interpreter import sglang_python
 
 URL_VARIABLE = "EYAS_SGLANG_URL"
-ARGUMENTS_VARIABLE = "EYAS_SGLANG_ARGS"
 KEY_VARIABLE = "EYAS_SGLANG_API_KEY"
 CPU_POOL_TOKENS = 16384
 BACKOFF_S = (1.0, 5.0, 15.0)
@@ -97,7 +96,6 @@ def command(wanted: Wanted, python: str, port: int, num_tokens: int = 0, capabil
         attention = preflight.check_attention(
             None if attention is None else str(attention), capability, wanted.target.model_type
         )
-    further = shlex.split(os.environ.get(ARGUMENTS_VARIABLE, ""))
     numbers: dict[str, Any] = {name: int(value) for name, value in options.items()}
     arguments = versions.server_arguments(
         wanted.version,
@@ -109,7 +107,7 @@ def command(wanted: Wanted, python: str, port: int, num_tokens: int = 0, capabil
             attention_backend=None if attention is None else str(attention),
             max_total_tokens=max(CPU_POOL_TOKENS, num_tokens + 1024) if wanted.device == "cpu" else None,
             decode=not wanted.boundaries,
-            further=[*(["--trust-remote-code"] if wanted.trust_remote_code else []), *further],
+            further=[*(["--trust-remote-code"] if wanted.trust_remote_code else []), *preflight.more_arguments()],
             **numbers,
         ),
     )
@@ -285,6 +283,7 @@ class Keeper:
         self._in_a_row = 0
         self._session: Session | None = None
         self._progress_s = self._waited_s = 0.0
+        self._listened_s = time.monotonic()
 
     @property
     def session(self) -> Session:
@@ -310,7 +309,7 @@ class Keeper:
 
     def progressed(self) -> None:
         """Something is under way from now on."""
-        self._progress_s = time.monotonic()
+        self._progress_s = self._listened_s = time.monotonic()
 
     def finished(self) -> None:
         """A request was finished: restarts are counted anew."""
@@ -319,6 +318,8 @@ class Keeper:
     def next_events(self) -> list[Event]:
         """What happened; waits a moment when nothing did. Ends at once when the server does."""
         session, found = self.session, []
+        # A caller that was long away (a slow disk) let the server run dry: silence counts only while somebody listens.
+        self._progress_s += time.monotonic() - self._listened_s
         with contextlib.suppress(queue.Empty):
             while True:
                 at_s, event = session.events.get(timeout=0 if found else LOOK_S)
@@ -327,6 +328,7 @@ class Keeper:
                 elif not isinstance(event, Closed):
                     self._progress_s = max(self._progress_s, at_s)
                 found.append(event)
+        self._listened_s = time.monotonic()
         return found
 
     def ends_now(self) -> bool:
@@ -356,19 +358,25 @@ class Keeper:
         """Give the session up and open another.
 
         Raises:
-            ServerError: It failed too often without a finished request between, or does not come up.
+            ServerError: It failed too often without a finished request between; one that does not come up counts.
         """
         old = self.session
         self.lost_at_s.append(time.monotonic())
-        self.num_restarts += 1
-        old.close(at_once=True)
-        if self._in_a_row == len(BACKOFF_S):
-            problem = f"the server failed {self._in_a_row + 1} times without a finished request between: {reason}"
-            raise ServerError(problem) if old.server is None else old.server.fault(problem)
-        console.log(f"sglang: {reason}; starts again in {BACKOFF_S[self._in_a_row]:.0f} s")
-        time.sleep(BACKOFF_S[self._in_a_row])
-        self._in_a_row += 1
-        self.open()
+        while True:
+            self.num_restarts += 1
+            old.close(at_once=True)
+            if self._in_a_row == len(BACKOFF_S):
+                problem = f"the server failed {self._in_a_row + 1} times without a finished request between: {reason}"
+                raise ServerError(problem) if old.server is None else old.server.fault(problem)
+            console.log(f"sglang: {reason}; starts again in {BACKOFF_S[self._in_a_row]:.0f} s")
+            time.sleep(BACKOFF_S[self._in_a_row])
+            self._in_a_row += 1
+            try:
+                self.open()
+            except ServerError as error:  # of the former one memory or a port may still be taken
+                reason = error.message
+            else:
+                return
 
 
 def attach_command(wanted: Wanted, python: str, socket_path: str, port: int) -> str:

@@ -19,10 +19,11 @@ LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor.forward"
 """BEFORE it every state is final: input ids, hidden states after the norm, head, batch, aux states."""
 FACTS = (
     "allow_auto_truncate", "attention_backend", "attn_cp_size", "chunked_prefill_size", "context_length",
-    "disable_overlap_schedule", "disable_radix_cache", "disaggregation_mode", "dp_size", "dtype", "enable_deterministic_inference",
-    "enable_dp_attention", "enable_hierarchical_cache", "enable_lora", "enable_mixed_chunk", "enable_torch_compile",
-    "enable_two_batch_overlap", "kv_cache_dtype", "max_prefill_tokens", "max_running_requests", "mem_fraction_static",
-    "page_size", "pp_size", "prefill_attention_backend", "quantization", "random_seed", "sampling_backend",
+    "disable_overlap_schedule", "disable_radix_cache", "disaggregation_mode", "dp_size", "dtype",
+    "enable_deterministic_inference", "enable_dp_attention", "enable_hierarchical_cache", "enable_lora",
+    "enable_mixed_chunk", "enable_priority_scheduling", "enable_torch_compile", "enable_two_batch_overlap",
+    "kv_cache_dtype", "max_prefill_tokens", "max_running_requests", "mem_fraction_static", "page_size", "pp_size",
+    "prefill_attention_backend", "quantization", "random_seed", "sampling_backend", "schedule_policy",
     "skip_tokenizer_init", "speculative_algorithm", "speculative_draft_model_path", "tp_size", "watchdog_timeout",
 )  # fmt: skip
 """Server arguments that ``Hello`` carries, as the server resolved them."""

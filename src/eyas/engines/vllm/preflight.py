@@ -22,8 +22,12 @@ DEFAULTS: dict[str, Any] = {
 }
 OPTIONS = tuple(DEFAULTS)
 """Engine options: they decide which kernels run and what shares a batch, and with it the last bits."""
-OURS = frozenset({"model", "dtype", "enforce_eager", "enable_prefix_caching", "speculative_config", "kv_transfer_config",
-                  "skip_tokenizer_init", "trust_remote_code", *OPTIONS})  # fmt: skip
+HARMLESS = frozenset({
+    "cpu_offload_gb", "disable_custom_all_reduce", "disable_log_stats", "distributed_executor_backend", "download_dir",
+    "gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_parallel_loading_workers",
+    "num_gpu_blocks_override", "safetensors_load_strategy", "swap_space",
+})  # fmt: skip
+"""Engine arguments that decide no state: what stands in the variable is in no identity. Others are refused unseen."""
 ARGUMENTS = "EYAS_VLLM_ARGS"
 
 
@@ -41,7 +45,7 @@ def more_arguments() -> dict[str, Any]:
     """``EYAS_VLLM_ARGS``: further engine arguments that cannot change a result, as one JSON object.
 
     Raises:
-        ConfigError: It is no such object, or names an argument that is not its own to choose.
+        ConfigError: It is no such object, or names an argument that is not known to be harmless.
     """
     text = os.environ.get(ARGUMENTS, "")
     try:
@@ -50,9 +54,9 @@ def more_arguments() -> dict[str, Any]:
         raise ConfigError(f"{ARGUMENTS}: {error}, expected a JSON object", f"unset {ARGUMENTS}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{ARGUMENTS}: {text!r}, expected a JSON object", f"unset {ARGUMENTS}")
-    if taken := sorted(OURS & found.keys()):
+    if others := sorted(found.keys() - HARMLESS):
         raise ConfigError(
-            f"{ARGUMENTS}: {taken[0]!r} decides the states, expected arguments that do not",
+            f"{ARGUMENTS}: {others[0]!r} may decide the states, expected one of {', '.join(sorted(HARMLESS))}",
             f"extract.engine_options takes {', '.join(OPTIONS)}",
         )
     return found

@@ -36,13 +36,19 @@ def needed_flops(shape: DrafterShape, pack: Pack) -> int:
     num_rows = [int((steps_R > k).sum()) for k in range(len(pack.num_rows))]
     # the states need no gradient, but their norms' gains do
     fc = 2 * num_tokens * A * D * E * (WITH_INPUTS if shape.fc_norm else WITH_WEIGHTS)
-    # every token gives keys and values at step 0, then each row its own
-    keys_values = 2 * (num_tokens + sum(num_rows[1:])) * 2 * E * 2 * kv_width * WITH_INPUTS
-    row = 2 * E * Q + Q * E + 3 * E * shape.intermediate_size
-    layer = 2 * sum(num_rows) * row * WITH_INPUTS
+    # every token gives keys and values at step 0, then each row its own; the embedding's halves are the tokens' at any step
+    keys_values = 2 * (num_tokens + num_tokens + sum(num_rows[1:])) * E * 2 * kv_width * WITH_INPUTS
+    queries = 2 * (_num_asked(pack, steps_R) + sum(num_rows)) * E * Q * WITH_INPUTS
+    layer = 2 * sum(num_rows) * (Q * E + 3 * E * shape.intermediate_size) * WITH_INPUTS
     head = 2 * sum(pack.num_trained) * E * shape.draft_vocab_size * WITH_WEIGHTS
     teacher = 2 * len(pack.teachers_U) * D * shape.draft_vocab_size * FORWARD
-    return fc + keys_values + layer + head + teacher + _attention(pack, steps_R, num_rows, Q)
+    return fc + keys_values + queries + layer + head + teacher + _attention(pack, steps_R, num_rows, Q)
+
+
+def _num_asked(pack: Pack, steps_R: torch.Tensor) -> int:
+    """Tokens that some row reads at some step."""
+    read = [pack.rows_R[steps_R > k] + k + 1 for k in range(len(pack.num_rows))]
+    return len(torch.cat(read).unique())
 
 
 def _attention(pack: Pack, steps_R: torch.Tensor, num_rows: list[int], width: int) -> int:

@@ -227,15 +227,20 @@ class Clock:
         }  # fmt: skip
 
 
-def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """All figures. Bytes are of all stored rows, the masked ones included."""
+def make_shape(args: argparse.Namespace) -> DrafterShape:
+    """A drafter of Llama-3.1-8B's proportions."""
     heads = 32 if args.hidden % 32 == 0 and args.hidden >= 2048 else 4
-    shape = DrafterShape(
+    return DrafterShape(
         target_hidden_size=args.hidden, hidden_size=args.hidden, intermediate_size=args.hidden * 7 // 2,
         num_attention_heads=heads, num_key_value_heads=heads // 4, head_dim=args.hidden // heads, num_aux=args.aux,
         vocab_size=args.vocab, draft_vocab_size=args.vocab // 4 if args.vocab < 32_000 else 32_000,
         rms_norm_eps=1e-5, rope_theta=500_000.0, max_position_embeddings=131_072, fc_norm=False, norm_output=False,
     )  # fmt: skip
+
+
+def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """All figures. Bytes are of all stored rows, the masked ones included."""
+    shape = make_shape(args)
     begin_s = time.perf_counter()
     reader = write_store(folder, args, shape)
     took_s = time.perf_counter() - begin_s
