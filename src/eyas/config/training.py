@@ -43,7 +43,7 @@ class TrainConfig:
     """Optimizer steps in all; a schedule over time would not be reproducible."""
     ttt_steps: int = 3
     """S: drafted tokens that training unrolls."""
-    curriculum: list[float] = field(default_factory=list)
+    curriculum: list[float] = field(default_factory=lambda: [0.35, 0.65])
     """Shares of the run at which one more TTT step is unrolled: 1 step before the first, 2 before
     the second, ttt_steps after the last. Empty unrolls all from the start."""
     step_decay: float = 0.8
