@@ -390,6 +390,17 @@ def test_a_file_is_read_back_or_refused(tmp_path_factory, ids, value, data):
         files.read(path.with_name("r2.safetensors"))
 
 
+@pytest.mark.parametrize("key", [b'"request"', b'"crc32"', b'"shape"', b'"__metadata__"'])
+def test_a_header_that_lacks_a_fact_is_a_damaged_file(tmp_path, key):
+    path = files.path_of(tmp_path, "r1")
+    states, ids = torch.ones(3, 2, 4, dtype=torch.bfloat16), torch.arange(3, dtype=torch.int32)
+    views = [memoryview(t.view(torch.uint8).numpy().reshape(-1)) for t in (states, ids)]
+    files.write(path, "BF16", (3, 2, 4), *views)
+    path.write_bytes(path.read_bytes().replace(key, b'"' + b"x" * (len(key) - 2) + b'"'))
+    with pytest.raises(files.FileError, match="damaged header"):
+        files.read(path)
+
+
 def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
     path = tmp_path / "r.safetensors"
     real, written = os.write, []

@@ -105,17 +105,18 @@ def read(path: Path) -> StatesFile:
         begin = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(bytes(data[8:begin]))
         meta, states, ids = header["__metadata__"], header[STATES], header[IDS]
+        request, crc32, num_ids = meta["request"], meta["crc32"], ids["shape"]
         num_rows, num_streams, width = states["shape"]
         cut = begin + num_rows * num_streams * width * VALUE_BYTES[states["dtype"]]
     except (ValueError, KeyError, TypeError) as error:
         raise FileError(f"{path.name} has a damaged header: {error!r}") from error
-    if meta["request"] != path.name.removesuffix(SUFFIX):
-        raise FileError(f"{path.name} holds the states of request {meta['request']}")
-    if len(data) != cut + num_rows * ID_BYTES or ids["shape"] != [num_rows]:
+    if request != path.name.removesuffix(SUFFIX):
+        raise FileError(f"{path.name} holds the states of request {request}")
+    if len(data) != cut + num_rows * ID_BYTES or num_ids != [num_rows]:
         raise FileError(f"{path.name} has {len(data):,} bytes, expected {cut + num_rows * ID_BYTES:,}")
     found = f"{zlib.crc32(data[begin:]):08x}"
-    if found != meta["crc32"]:
-        raise FileError(f"{path.name}: checksum {found}, its header says {meta['crc32']}")
+    if found != crc32:
+        raise FileError(f"{path.name}: checksum {found}, its header says {crc32}")
     return StatesFile(states["dtype"], num_rows, num_streams, width, data[begin:cut], data[cut:])
 
 
