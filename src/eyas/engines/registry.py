@@ -41,51 +41,31 @@ def make_engine(
     Raises:
         ConfigError: The engine or one of its options is unknown.
     """
-    options = dict(options or {})
+    chosen: dict[str, Any] = dict(options or {})
     if name == "fake":
-        _refuse_unknown(name, options, ())
+        _refuse_unknown(name, chosen, ())
         from eyas.engines.fake import FakeEngine
 
         return FakeEngine(target, boundaries)
+    if name not in NAMES:
+        raise ConfigError(f"engine: {name!r}, expected one of {', '.join(NAMES)}")
+    assert folder is not None
+    runs_as: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     if name == "hf":
         from eyas.engines.hf import OPTIONS, HfEngine
 
-        _refuse_unknown(name, options, OPTIONS)
-        assert folder is not None
-        return HfEngine(
-            target,
-            folder,
-            boundaries,
-            dtype=dtype,
-            batch_size=batch_size,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            **options,
-        )
+        _refuse_unknown(name, chosen, OPTIONS)
+        return HfEngine(target, folder, boundaries, batch_size=batch_size, **runs_as, **chosen)
     if name == "vllm":
         from eyas.engines.vllm.engine import VllmEngine
 
-        assert folder is not None
-        if not boundaries:
-            options.setdefault("max_num_seqs", batch_size)
-        return VllmEngine(
-            target, folder, boundaries, dtype=dtype, device=device, trust_remote_code=trust_remote_code, options=options
-        )
-    if name == "sglang":
-        from eyas.engines.sglang.engine import OPTIONS, SglangEngine
+        chosen = chosen if boundaries else {"max_num_seqs": batch_size} | chosen
+        return VllmEngine(target, folder, boundaries, options=chosen, **runs_as)
+    from eyas.engines.sglang.engine import OPTIONS, SglangEngine
 
-        _refuse_unknown(name, options, OPTIONS)
-        assert folder is not None
-        return SglangEngine(
-            target,
-            folder,
-            boundaries,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            **({} if boundaries else {"max_running_requests": batch_size}) | options,
-        )
-    raise ConfigError(f"engine: {name!r}, expected one of {', '.join(NAMES)}")
+    _refuse_unknown(name, chosen, OPTIONS)
+    chosen = chosen if boundaries else {"max_running_requests": batch_size} | chosen
+    return SglangEngine(target, folder, boundaries, **runs_as, **chosen)
 
 
 def _refuse_unknown(name: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
