@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 
+from saved_target import make_target
+
 from eyas import fs
-from eyas.contracts import CaptureIdentity, FileDigest, FinalNorm, TargetIdentity
+from eyas.contracts import CaptureIdentity, FileDigest
 from eyas.engines.base import Engine
 from eyas.engines.loop import ExtractLimits, extract
 from eyas.engines.sglang.engine import SglangEngine
@@ -20,28 +21,6 @@ CHUNK = 256
 OPTIONS = {"chunked_prefill_size": CHUNK, "max_running_requests": 1}
 LENGTHS = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK, 2048 - 8, 2048 - 7)
 """Every edge of a chunk, and the longest that a context of 2,048 takes."""
-
-
-def make_target(folder: Path) -> TargetIdentity:
-    """Of a saved model, as the fetch stage would write it."""
-    raw = json.loads((folder / "config.json").read_text())
-    return TargetIdentity(
-        source="directory:",
-        revision="0",
-        files=(),
-        architecture=raw["architectures"][0],
-        model_type=raw["model_type"],
-        num_layers=raw["num_hidden_layers"],
-        hidden_size=raw["hidden_size"],
-        vocab_size=raw["vocab_size"],
-        max_position_embeddings=raw["max_position_embeddings"],
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
-        dtype="float32",
-        final_norm=FinalNorm(kind="rms_norm", eps=raw["rms_norm_eps"], weight_offset=0.0, num_zero_scales=0),
-        eos_token_ids=(2,),
-        tokenizer_sha256="",
-        chat_template_sha256="",
-    )
 
 
 class Run:

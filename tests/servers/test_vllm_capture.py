@@ -20,9 +20,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from saved_target import make_target
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from eyas.contracts import FinalNorm, TargetIdentity, TokenSample
+from eyas.contracts import TokenSample
 from eyas.conversations.generation import GenerateRequest
 from eyas.engines.probe import probe
 from eyas.engines.taps import text_model
@@ -56,24 +57,7 @@ def folder():
 
 @pytest.fixture(scope="module")
 def target(folder):
-    raw = json.loads((folder / "config.json").read_text())
-    return TargetIdentity(
-        source="directory:",
-        revision="0",
-        files=(),
-        architecture=raw["architectures"][0],
-        model_type=raw["model_type"],
-        num_layers=raw["num_hidden_layers"],
-        hidden_size=raw["hidden_size"],
-        vocab_size=raw["vocab_size"],
-        max_position_embeddings=raw["max_position_embeddings"],
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-        final_norm=FinalNorm(kind="rms_norm", eps=raw["rms_norm_eps"], weight_offset=0.0, num_zero_scales=0),
-        eos_token_ids=(2,),
-        tokenizer_sha256="",
-        chat_template_sha256="",
-    )
+    return make_target(folder, "bfloat16")
 
 
 @pytest.fixture(autouse=True)
