@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from eyas.engines.sglang import wire
+from eyas.engines.sglang.arena import SHM
 from eyas.engines.sglang.listener import Listener
 from eyas.engines.sglang.tap import Prefill, Tap
 from sglang_harness import Collector
@@ -72,7 +73,8 @@ class Sample:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="eyas") as name:  # the path of a socket has at most 107 bytes
+    # In memory, as the collector's arena: CUDA pins no page of a disk's file. A socket's path has at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="eyas", dir=SHM) as name:
         yield Path(name)
 
 
@@ -369,7 +371,7 @@ def test_the_scheduler_does_not_wait_for_the_device(folder: Path) -> None:
     )
     path = folder / "g.sock"
     scheduler.listener, scheduler.path = Listener(str(path), scheduler.hello, scheduler.tap), path
-    with attached(scheduler, num_bytes=256 << 20) as collector:
+    with attached(scheduler, num_bytes=512 << 20) as collector:
         slot, warm = collector.slot(rows), collector.slot(rows)
         square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
         for each in (warm, slot):

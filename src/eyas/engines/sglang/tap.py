@@ -123,7 +123,10 @@ def _map_file(path: str, num_bytes: int) -> mmap.mmap:
 
 def _cuda_check(status: Any) -> None:
     if int(status) != 0:
-        raise Refusal(f"the arena cannot be pinned: CUDA error {int(status)}; the container may limit locked memory")
+        raise Refusal(
+            f"the arena cannot be pinned: CUDA error {int(status)}; it has to lie in /dev/shm, and the container may limit "
+            f"locked memory"
+        )
 
 
 class Attachment:

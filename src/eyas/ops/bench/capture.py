@@ -16,6 +16,7 @@ import json
 import math
 import os
 import random
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -273,6 +274,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 runs.append((mode, capture(engine, listed)))
             else:
                 stored = store(engine, samples, target, args, work / f"store-{number}")
+                shutil.rmtree(work / f"store-{number}")
                 found["stored_share"] = stored["bytes"] / stored["payload"]
                 runs.append((mode, stored["seconds"]))
             _say({mode: sum(lengths) / runs[-1][1]})
