@@ -64,7 +64,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary doctor verify repair \
 	budget generations retire keep gc-plan gc adopt train-from export-states import-states bench-store bench-gc \
-	bench-train bench-train-quality bench-faults parity check test test-slow test-kernels test-sglang test-vllm setup-sglang setup-vllm lock clean
+	bench-train bench-train-quality bench-faults parity serve-bench check test test-slow test-kernels test-sglang test-vllm setup-sglang setup-vllm lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-19s %s\n",$$1,$$2}' Makefile
@@ -148,6 +148,9 @@ bench-faults: $(READY) ## A real SGLang made to fail in nine ways, every byte co
 	eyas bench faults $(JSON_FLAG)
 parity: $(READY) ## Engines beside transformers in float32: ENGINES=hf,sglang (ARGS='--samples 64' JSON=1); reports/parity.json
 	@eyas parity $(JSON_FLAG) $(call option,engines,ENGINES) $(ARGS)
+
+serve-bench: $(READY) ## A real SGLang with the exported drafter: tau, tokens/s, equality; reports/serve.json; SETS='human_eval gsm8k=FILE' ARGS='--dtype float32'
+	@eyas serve-bench $(JSON_FLAG) $(call option,sets,SETS) $(ARGS)
 
 ##@ Exchange
 adopt: $(READY) ## Another program's folder under DVC, hashed once and linked: DIR= ENGINE=vllm (FORMAT= NOTE= NAME=)

@@ -14,7 +14,12 @@ import torch
 
 
 def assign_req_to_token_pool_cpu(
-    rows_B: torch.Tensor, table: torch.Tensor, begin_B: torch.Tensor, end_B: torch.Tensor, slots: torch.Tensor, _width: int
+    rows_B: torch.Tensor,
+    table: torch.Tensor,
+    begin_B: torch.Tensor,
+    end_B: torch.Tensor,
+    slots: torch.Tensor,
+    _width: int,
 ) -> None:
     """Note the slots, request after request, at places ``begin`` to ``end`` of each request's row of the table."""
     at = 0
@@ -24,7 +29,12 @@ def assign_req_to_token_pool_cpu(
 
 
 def assign_extend_cache_locs_cpu(
-    rows_B: torch.Tensor, table: torch.Tensor, begin_B: torch.Tensor, end_B: torch.Tensor, slots: torch.Tensor, _width: int
+    rows_B: torch.Tensor,
+    table: torch.Tensor,
+    begin_B: torch.Tensor,
+    end_B: torch.Tensor,
+    slots: torch.Tensor,
+    _width: int,
 ) -> None:
     """Read them: the inverse of ``assign_req_to_token_pool_cpu``."""
     at = 0
@@ -55,7 +65,9 @@ def copy_all_layer_kv_cache_cpu(
         raise NotImplementedError("this CPU server moves no keys and values")
 
 
-def fill_bonus_tokens_cpu(tokens: torch.Tensor, num_accepted_B: torch.Tensor, bonus_B: torch.Tensor, stride: int) -> None:
+def fill_bonus_tokens_cpu(
+    tokens: torch.Tensor, num_accepted_B: torch.Tensor, bonus_B: torch.Tensor, stride: int
+) -> None:
     """The last accepted token of each request."""
     first_B = torch.arange(len(num_accepted_B)) * stride
     bonus_B.copy_(tokens.flatten()[first_B + num_accepted_B.long() - 1])

@@ -87,7 +87,7 @@ class StandIn(ModuleType):
 
 def _kernels() -> ModuleType:
     """Those kernels that torch can stand in for, exactly; asked for late because it imports torch."""
-    import eyas_cpu_kernels
+    import eyas_cpu_kernels  # pyright: ignore[reportMissingImports] - beside this file, on the server's PYTHONPATH
 
     return eyas_cpu_kernels
 
