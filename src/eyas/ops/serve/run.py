@@ -133,10 +133,9 @@ def _prepare(root: Path, request: ServeRequest) -> _Served:
         raise ExportError(
             f"models/export is for {', '.join(export.servers)}, expected sglang among them", "`make export`"
         )
-    if (export.drafter, meta.target) != (digest(meta), target.digest):
-        raise ExportError(
-            "models/export, models/drafter and models/target.json are not of one training", "`make export`"
-        )
+    for name, found, expected in (("drafter", export.drafter, digest(meta)), ("target", meta.target, target.digest)):
+        if found != expected:
+            raise ExportError(f"models/export is of {name} {found[:16]}, expected {expected[:16]}", "`make export`")
     return _Served(
         params=params,
         target=target,
@@ -173,7 +172,7 @@ def _serve(
     """Every batch size on one server."""
     eos, name = served.target.eos_token_ids, "drafted" if drafter else "plain"
     room = max(map(len, prompts)) + request.max_new_tokens + request.chain_length + 1
-    session = Session(served.wanted(request, drafter), 1, request.batch_sizes[-1] * room, 0)
+    session = Session(served.wanted(request, drafter), 2 if drafter else 1, request.batch_sizes[-1] * room, 0)
     try:
         passes = []
         for batch_size in request.batch_sizes:
