@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from saved_target import make_target
 
 from eyas import fs
 from eyas.config import ExportConfig, Params
@@ -17,9 +18,8 @@ from eyas.ops.serve import run
 from eyas.ops.serve.run import ServeRequest, serve_bench
 from eyas.train.checkpoint import publish_drafter
 from learned_drafter import STEPS, learn, prompts, shape_of
-from saved_target import make_target
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 BOUNDARIES = (2, 3, 4)
 
 
@@ -93,6 +93,7 @@ def test_a_foreign_export_is_refused_before_a_server_starts(trained, tmp_path):
     assert target.vocab_size == 512
 
 
+@pytest.mark.slow
 def test_a_drafter_that_the_server_refuses_is_told_with_its_log(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(run.versions, "drafting_arguments", lambda *_: ["--speculative-algorithm", "NONSENSE"])
     request = ServeRequest(sets=(f"gsm8k={trained / 'test.jsonl'}",), batch_sizes=(1,), num_prompts=1, max_new_tokens=2)

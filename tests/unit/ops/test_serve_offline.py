@@ -37,7 +37,7 @@ def test_rounds_are_those_of_real_decoding(world):
     asked = [Prompt(f"p{i}", "s", tuple(ids)) for i, ids in enumerate(prompts(8, 64) + prompts(4, 64, seed=9))]
     decoded = decode_batch(
         BlockDecoder(model, len(asked), 64, BOUNDARIES),
-        lambda size, length: DraftChain(drafter, STEPS, size, length),
+        lambda batch_size, max_length: DraftChain(drafter, STEPS, batch_size, max_length),
         asked, chain_length=STEPS, max_new_tokens=30, eos_ids=(2,), times=DecodeTimes(),
     )  # fmt: skip
     written = [

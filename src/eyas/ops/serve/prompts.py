@@ -12,7 +12,6 @@ from typing import Any
 
 from eyas.conversations.bundled import prompt_set
 from eyas.conversations.readers import DamageError, Record, read_json_records, read_parquet_records
-from eyas.conversations.table import read_conversations
 from eyas.errors import DataError
 
 HELD_OUT = "held_out"
@@ -128,6 +127,8 @@ def _read_set(root: Path, named: str) -> Iterator[ServePrompt]:
 
 def _held_out(root: Path) -> list[str]:
     """First turns of this run's held-out conversations of sets that were trained on."""
+    from eyas.conversations.table import read_conversations  # needs pyarrow, which a GPU's environment may lack
+
     rows = list(read_conversations(root / CONVERSATIONS))
     trained = {row.source for row in rows if row.split == "train"}
     texts = [
