@@ -194,6 +194,27 @@ def test_a_worker_that_never_stays_up_ends_the_run(opened, monkeypatch):
         list(opened().capture([sample("faulty", [9, double.DIE])]))
 
 
+@pytest.mark.parametrize(("num_failures", "ends"), [(2, False), (9, True)])
+def test_a_new_worker_that_does_not_come_up_is_tried_again(opened, monkeypatch, num_failures, ends):
+    """Memory that the dead one held may come free late; a first start that fails is told at once (next test)."""
+    made, start, calls = opened(), process.Worker.start, []
+
+    def failing(worker):
+        calls.append(worker)
+        if len(calls) <= num_failures:
+            raise ServerError("vLLM did not start: no memory", "less log")
+        return start(worker)
+
+    monkeypatch.setattr(process.Worker, "start", failing)
+    os.kill(made._dispatcher.worker.pid, signal.SIGKILL)
+    if ends:
+        with pytest.raises(ServerError, match="6 times without one finished request, at last: vLLM did not start"):
+            list(made.capture(SAMPLES))
+    else:
+        check_all(list(made.capture(SAMPLES)), SAMPLES)
+        assert len(calls) == num_failures + 1
+
+
 def test_a_worker_that_does_not_start_shows_its_last_lines(opened):
     with pytest.raises(ServerError, match=r"(?s)did not start: RuntimeError: thirteen.*raise RuntimeError"):
         opened(max_num_seqs=13)
