@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from eyas.drafter.walk import Round
+from eyas.engines.sglang import versions
 from eyas.engines.sglang.client import Reply, classify
 from eyas.engines.sglang.session import Answered
 from eyas.errors import ConfigError, ServerError
@@ -16,7 +17,7 @@ from eyas.ops.serve import measure
 from eyas.ops.serve.figures import Pair, equality, figures, server_tau, table
 from eyas.ops.serve.measure import Pass, Text, make_requests, run_pass
 from eyas.ops.serve.prompts import ServePrompt
-from eyas.ops.serve.run import ServeRequest
+from eyas.ops.serve.run import ServeRequest, serve_bench
 
 
 def text(num_tokens, num_rounds=0, start=0):
@@ -154,3 +155,22 @@ def test_what_goes_wrong_is_told(monkeypatch):
 def test_values_out_of_range_are_refused(values, words):
     with pytest.raises(ConfigError, match=words):
         ServeRequest(sets=("human_eval",), **values).check()
+
+
+def test_a_running_server_is_not_taken(monkeypatch, tmp_path):
+    monkeypatch.setenv("EYAS_SGLANG_URL", "http://127.0.0.1:30000")
+    with pytest.raises(ConfigError, match="unset EYAS_SGLANG_URL"):
+        serve_bench(tmp_path, ServeRequest(sets=("human_eval",)))
+
+
+def test_a_drafting_server_is_told_its_chain():
+    """Case 48's other side: captures refuse such a server, the benchmark asks for it."""
+    arguments = versions.drafting_arguments("/x/sglang", 3)
+    told = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    assert told == {
+        "--speculative-algorithm": "EAGLE3",
+        "--speculative-draft-model-path": "/x/sglang",
+        "--speculative-num-steps": "3",
+        "--speculative-eagle-topk": "1",
+        "--speculative-num-draft-tokens": "4",
+    }
