@@ -164,7 +164,6 @@ def test_a_running_server_is_not_taken(monkeypatch, tmp_path):
 
 
 def test_a_drafting_server_is_told_its_chain():
-    """Case 48's other side: captures refuse such a server, the benchmark asks for it."""
     arguments = versions.drafting_arguments("/x/sglang", 3)
     told = dict(zip(arguments[::2], arguments[1::2], strict=True))
     assert told == {
