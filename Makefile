@@ -21,9 +21,16 @@ JSON ?=
 ALL ?=
 # Arguments of pytest or of verify, for example `ARGS='-k walk'`.
 ARGS ?=
+# Which image: cpu, ci or cuda.
+IMAGE ?= cpu
+# Anything but empty: pipeline targets run in that image.
+IN_CONTAINER ?=
+# Set inside an image by whoever started it: packages are there, no venv is made.
+EYAS_IMAGE ?=
 
 VENV := .venv
-READY := $(VENV)/.ready-$(TORCH)
+VENV_READY := $(VENV)/.ready-$(TORCH)
+READY := $(if $(EYAS_IMAGE),,$(VENV_READY))
 READY_DEV := $(VENV)/.ready-dev
 # SGLang's own interpreter: its transformers is another one than ours.
 SGLANG_VENV := .venv-sglang
@@ -57,14 +64,26 @@ option = $(if $(value $(2)),--$(1) $(call quoted,$(2)))
 JSON_FLAG = $(if $(value JSON),--json)
 CHOICES := $(foreach group,TARGET DATA MACHINE DRAFTER,$(if $(value $(group)),$(group)=$(value $(group))))
 
+CONTAINER := PYTHONPATH=src $(PYTHON) -m eyas.ops.image
+ifeq ($(EYAS_IMAGE),)
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+endif
 export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
+# With IN_CONTAINER=1 the same goals run in the image, by the rest of this file.
+ifneq ($(IN_CONTAINER),)
+GOALS := $(or $(MAKECMDGOALS),help)
+.PHONY: $(GOALS)
+$(GOALS):
+	@$(CONTAINER) run --target $(IMAGE) -- make $@ $(filter-out IN_CONTAINER=%,$(MAKEOVERRIDES))
+else
+
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary doctor verify repair \
 	budget generations retire keep gc-plan gc adopt train-from export-states import-states bench-store bench-gc \
-	bench-train bench-train-quality bench-capture bench-faults parity check test test-slow test-kernels test-sglang test-vllm setup-sglang setup-vllm lock clean
+	bench-train bench-train-quality bench-capture bench-faults parity check test test-slow test-kernels test-sglang test-vllm setup-sglang setup-vllm lock clean \
+	pins image image-check shell
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-19s %s\n",$$1,$$2}' Makefile
@@ -151,6 +170,16 @@ bench-faults: $(READY) ## A real SGLang made to fail in nine ways, every byte co
 parity: $(READY) ## Engines beside transformers in float32: ENGINES=hf,sglang (ARGS='--samples 64' JSON=1); reports/parity.json
 	@eyas parity $(JSON_FLAG) $(call option,engines,ENGINES) $(ARGS)
 
+##@ Container (any pipeline target in the pinned image: IN_CONTAINER=1)
+pins: ## What images are built from, each by digest
+	@$(CONTAINER) pins
+image: ## Build an image with docker, podman or buildah: IMAGE=cpu|ci|cuda (BASE_CPU= BASE_CUDA=)
+	@$(CONTAINER) build --target $(IMAGE)
+image-check: ## Build it twice, compare, look inside, run its self-test; reports/bench/image.json
+	@$(CONTAINER) check --target $(IMAGE)
+shell: ## A shell in the image, in this repository
+	@$(CONTAINER) run --target $(IMAGE) -- bash
+
 ##@ Exchange
 adopt: $(READY) ## Another program's folder under DVC, hashed once and linked: DIR= ENGINE=vllm (FORMAT= NOTE= NAME=)
 	$(STATE_HERE)
@@ -198,7 +227,7 @@ clean: ## Remove the venvs and caches of tools; never data, models or reports
 
 # setuptools comes first: it builds the one package that has no wheel. torch brings its own needs only where its
 # build has some (CUDA libraries): all others are in the lock.
-$(READY): requirements/cpu.lock pyproject.toml
+$(VENV_READY): requirements/cpu.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $$($(PYTHON) --version), expected 3.11 or newer"; \
 	  echo; echo "hint: make setup PYTHON=python3.11"; exit 2; } >&2
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "error: $(PYTHON) cannot make a venv"; \
@@ -240,3 +269,4 @@ $(TRITON): requirements/kernels.lock | $(READY_DEV)
 	@rm -rf '$@' '$@.part'
 	@$(PIP) --require-hashes --no-deps --target '$@.part' -r requirements/kernels.lock
 	@mv '$@.part' '$@' && touch '$@'
+endif
