@@ -38,6 +38,7 @@ LABEL org.opencontainers.image.title="eyas" \
       org.opencontainers.image.description="Capture hidden states and train an EAGLE-3 drafter: the pipeline on CPUs" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}"
+# hadolint ignore=DL3064
 ENV PATH=/opt/eyas/bin:$PATH DVC_NO_ANALYTICS=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 COPY --from=cpu-packages /opt/eyas /opt/eyas
 COPY pyproject.toml README.md LICENSE /opt/eyas/source/
@@ -89,6 +90,7 @@ LABEL org.opencontainers.image.title="eyas-cuda" \
       org.opencontainers.image.description="Capture hidden states with SGLang and train an EAGLE-3 drafter on NVIDIA GPUs" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}"
+# hadolint ignore=DL3064
 ENV PATH=/opt/eyas/bin:/usr/local/cuda/bin:$PATH \
     DVC_NO_ANALYTICS=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 COPY --from=cuda-packages /opt/eyas /opt/eyas

