@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from eyas.errors import EyasError
 from eyas.ops.image.builder import find_builder
 from eyas.ops.image.check import check
+from eyas.ops.image.kernels import table
 from eyas.ops.image.pins import read_pins
 from eyas.ops.image.run import run
 
@@ -34,6 +36,10 @@ def main() -> None:
         one.add_argument("--target", choices=TARGETS, default="cpu", help="(%(default)s)")
         if verb == "run":
             one.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ARGUMENTS")
+    kernels = verbs.add_parser("kernels", help="GPU architectures of the libraries in wheels or folders")
+    kernels.add_argument("paths", nargs="+", type=Path, metavar="WHEEL|FOLDER")
+    kernels.add_argument("--architectures", type=int, nargs="+", default=[90, 100, 120], help="wanted (%(default)s)")
+    kernels.add_argument("--require", default="common_ops", help="libraries that must have them all (%(default)s)")
     args = parser.parse_args()
     try:
         sys.exit(act(args))
@@ -49,6 +55,8 @@ def say(text: str) -> None:
 
 def act(args: argparse.Namespace) -> int:
     """What the arguments ask for; the exit code."""
+    if args.verb == "kernels":
+        return show_kernels(args.paths, args.architectures, args.require)
     root = Path.cwd()
     pins = read_pins(root)
     if args.verb == "pins":
@@ -66,6 +74,17 @@ def act(args: argparse.Namespace) -> int:
         return 0
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     return run(root, builder, name, command or ["bash"])
+
+
+def show_kernels(paths: Sequence[Path], wanted: Sequence[int], required: str) -> int:
+    """A table; 1 when a required library is absent or lacks an architecture."""
+    text, lacking = table(paths, wanted)
+    sys.stdout.write(text + "\n")
+    faults = [name for name in lacking if required in name]
+    if required not in text:
+        faults.append(f"no library {required}")
+    sys.stderr.write("".join(f"error: {fault} lacks a wanted architecture\n" for fault in faults))
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

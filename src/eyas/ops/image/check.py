@@ -34,6 +34,11 @@ assert not left, f"left over: {left}"
 print(" ".join(f"{n}={importlib.metadata.version(n)}" for n in ("torch", "dvc", "eyas")))
 """
 
+KERNEL_TEST = """set -e
+nvcc --version >/dev/null && c++ --version >/dev/null && ninja --version >/dev/null
+python -m eyas.ops.image kernels "$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/sgl_kernel"
+"""
+
 
 def structure_faults(image: Image, target: str) -> list[str]:
     """What is wrong with an image's configuration and size."""
@@ -88,6 +93,8 @@ def check(
     options = RunOptions(user="1000:1000", folder=Path("/work"), mounts=(), environment={"HOME": "/tmp"})  # noqa: S108
     if builder.run(name, ["python", "-c", SELF_TEST, IMPORTS[target]], options):
         faults.append("the self-test in it failed; its output is above")
+    if target == "cuda" and builder.run(name, ["bash", "-c", KERNEL_TEST], options):
+        faults.append("SGLang's kernels lack an architecture, or no compiler is there; the output is above")
     figures = {
         "target": target, "tool": builder.tool, "digest_first": first.digest, "digest_second": second.digest,
         "identical": first.digest == second.digest, "size_bytes": first.size_bytes, "build_seconds": round(build_s, 1),
