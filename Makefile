@@ -127,6 +127,7 @@ $(filter-out $(GUARDED),$(PIPELINE)):
 status: $(READY) ## Which stages are out of date, and why
 	$(STATE_HERE)
 	dvc status
+	@eyas changed
 summary: $(READY) ## The last results in one table
 	@eyas summary
 doctor: $(READY) ## What this machine has, lacks and what to do about it
