@@ -82,7 +82,7 @@ else
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary doctor verify repair \
 	budget generations retire keep gc-plan gc adopt train-from export-states import-states bench-store bench-gc \
-	bench-train bench-train-quality bench-capture bench-faults parity check test test-slow test-kernels test-sglang test-vllm setup-sglang setup-vllm lock clean \
+	bench-train bench-train-quality bench-capture bench-faults parity check test test-slow test-gpu test-kernels test-sglang test-vllm setup-sglang setup-vllm lock clean \
 	pins image image-check shell
 
 help: ## List the targets
@@ -215,6 +215,8 @@ test-sglang: $(READY_DEV) $(READY_SGLANG) ## Real SGLang servers on this CPU, so
 	pytest -m 'sglang and not slow' tests/servers $(ARGS)
 test-vllm: $(READY_DEV) $(READY_VLLM) ## A real vLLM on this CPU, some minutes; needs SmolLM2: fetched here, or EYAS_TARGETS_DIR
 	pytest -m vllm tests/servers $(ARGS)
+test-gpu: $(READY_DEV) ## What needs an NVIDIA GPU; TORCH= names a build of torch for it
+	pytest -m gpu $(ARGS)
 test-kernels: $(READY_DEV) $(TRITON) ## The GPU kernels against torch, in Triton's interpreter; 290 MB the first time
 	PYTHONPATH=$(TRITON) pytest tests/unit/drafter/test_kernels.py $(ARGS)
 lock: $(READY_DEV) ## Resolve requirements/*.in into locks again, keeping what still fits
