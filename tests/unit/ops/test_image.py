@@ -151,6 +151,7 @@ def image(size_bytes: int = 1_000_000_000, **changes: object) -> Image:
 
 def test_a_right_image_has_no_fault():
     assert structure_faults(image(), "cpu") == []
+    assert structure_faults(image(Env=["TOKENIZERS_PARALLELISM=false", "KEYBOARD=us"]), "cpu") == []
 
 
 @pytest.mark.parametrize(
@@ -227,8 +228,12 @@ def test_secrets_and_interpreters_of_the_host_stay_outside(repository, monkeypat
     for name in ("AWS_SECRET_ACCESS_KEY", "EYAS_SGLANG_PYTHON", "PYTHONHOME"):
         monkeypatch.setenv(name, "x")
     monkeypatch.setenv("EYAS_WATCHDOG_S", "60")
+    monkeypatch.setenv("EYAS_WHEELS", "/somewhere/else")
+    monkeypatch.setenv("EYAS_TARGETS_DIR", str(repository / "targets"))
     found = runs.environment(repository, repository / "h", "localhost/eyas:cpu", DIGEST)
     assert not {"AWS_SECRET_ACCESS_KEY", "EYAS_SGLANG_PYTHON", "PYTHONHOME"} & set(found)
+    assert "EYAS_WHEELS" not in found
+    assert found["EYAS_TARGETS_DIR"] == str(repository / "targets")
     assert found["EYAS_WATCHDOG_S"] == "60"
     assert found["EYAS_IMAGE"] == f"localhost/eyas:cpu@{DIGEST}"
     assert found["PYTHONPATH"] == str(repository / "src")

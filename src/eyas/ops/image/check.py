@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 import time
@@ -15,7 +16,7 @@ from eyas.ops.image.builder import Builder, Image, ImageError, RunOptions
 REPORT = Path("reports/bench/image.json")
 SIZE_LIMIT_BYTES = {"cpu": 2_500_000_000, "ci": 2_900_000_000, "cuda": 25_000_000_000}
 CONTEXT = ("Dockerfile", ".dockerignore", "LICENSE", "README.md", "pyproject.toml")
-SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
+SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|KEY)(_|$)", re.IGNORECASE)
 IMPORTS = {
     "cpu": "torch transformers dvc datasets hydra blosc2 eyas.cli eyas.stages.extract eyas.stages.train",
     "ci": "torch pytest ruff hypothesis eyas.cli",
@@ -50,7 +51,7 @@ def structure_faults(image: Image, target: str) -> list[str]:
         faults.append(f"user {user!r}, expected a number that is not 0: orchestrators refuse names")
     faults += [f"no label org.opencontainers.image.{key}" for key in ("title", "licenses", "version")
                if f"org.opencontainers.image.{key}" not in labels]  # fmt: skip
-    faults += [f"variable {name}" for name in names if any(word in name.upper() for word in SECRET_WORDS)]
+    faults += [f"variable {name}" for name in names if SECRET.search(name)]
     faults += [f"variable {name}: NCCL's choices are the machine's" for name in names if name.startswith("NCCL_")]
     if not config.get("Entrypoint"):
         faults.append("no entrypoint: nobody reaps the stages' children")

@@ -18,7 +18,7 @@ from eyas.ops.image.builder import Builder, RunOptions
 HOME = Path(".eyas/container/home")
 PASSED = ("ARGS", "EYAS_", "HF_TOKEN", "NCCL_", "OMP_NUM_THREADS", "TORCH_")
 """Variables whose names begin so go in; those that say where things lie on the host do not."""
-KEPT_OUT = ("EYAS_CONTAINER_TOOL", "EYAS_SGLANG_PYTHON", "EYAS_VLLM_PYTHON")
+KEPT_OUT = ("EYAS_CONTAINER_TOOL", "EYAS_IMAGE", "EYAS_SGLANG_PYTHON", "EYAS_VLLM_PYTHON")
 LEAST_SHM_BYTES = 2 << 30
 SHM = Path("/dev/shm")  # noqa: S108 - shared memory, not a temporary file
 
@@ -54,7 +54,7 @@ def environment(root: Path, home: Path, name: str, digest: str) -> dict[str, str
     passed = {
         key: value
         for key, value in os.environ.items()
-        if key.startswith(PASSED) and key not in KEPT_OUT and key != "EYAS_IMAGE"
+        if key.startswith(PASSED) and key not in KEPT_OUT and _means_the_same(value, common_mount(root))
     }
     return passed | {
         "EYAS_IMAGE": f"{name}@{digest}",
@@ -62,6 +62,11 @@ def environment(root: Path, home: Path, name: str, digest: str) -> dict[str, str
         "PYTHONPATH": str(root / "src"),
         "DVC_SITE_CACHE_DIR": str(root / ".dvc/tmp/site"),
     }
+
+
+def _means_the_same(value: str, mount: Path) -> bool:
+    """Whether a path of the host is there inside too; what is no path always is."""
+    return not value.startswith("/") or Path(value).is_relative_to(mount)
 
 
 def common_mount(root: Path) -> Path:
