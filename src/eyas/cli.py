@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         help="TARGET, DATA, MACHINE or DRAFTER, and a file below conf/GROUP; a group left out takes its default",
     )
     _add(commands, "doctor", run.doctor, "what this machine has, lacks and what to do about it")
+    _add(commands, "changed", run.changed, "parameters that differ from those that each stage last ran with")
     _add(
         commands, "sglang-command", run.sglang_command, "how to start an SGLang server that an extraction can attach to"
     )

@@ -25,6 +25,19 @@ def params(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def changed(arguments: argparse.Namespace) -> int:
+    from eyas.ops import changed as room
+
+    found = room.changed(Path())
+    if arguments.json:
+        console.emit(canonical_json(found))
+    elif found:
+        console.emit(
+            console.table([(c.stage, c.key, c.before, c.now) for c in found], ("stage", "parameter", "ran with", "now"))
+        )
+    return 0
+
+
 def doctor(arguments: argparse.Namespace) -> int:
     from eyas.ops.doctor import examine
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from eyas import config, console, fs
 from eyas.canonical import to_plain
 from eyas.config import Params
+from eyas.config.images import check_image
 from eyas.contracts import CapturePlan, TargetIdentity, TokenSample
 from eyas.engines.base import Engine
 from eyas.engines.loop import ExtractLimits, Probe, extract
@@ -34,6 +35,7 @@ def main(argv: Sequence[str]) -> None:
     """Extract as ``params.yaml`` says; resumes what an earlier run left."""
     target_path, tokens_path, plan_path, out, manifest_path = common.paths("extract", PATHS, argv)
     params = config.load()
+    check_image("extract.image", params.extract.image)
     target = fs.read_record(TargetIdentity, target_path)
     plan = fs.read_record(CapturePlan, plan_path)
     _check_plan(params, target, plan, tokens_path)
