@@ -93,5 +93,6 @@ def vllm_config(
         "speculators_version": SPECULATORS_VERSION,
         "target_hidden_size": None,
         "tie_word_embeddings": False,
-        "transformer_layer_config": layer_config(shape),
+        # vLLM's Llama drafter counts streams here or takes three; it does not look at the list above
+        "transformer_layer_config": layer_config(shape) | {"num_aux_hidden_states": shape.num_aux},
     }

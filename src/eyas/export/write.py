@@ -21,9 +21,11 @@ from eyas.export import compare
 from eyas.export.card import model_card
 from eyas.export.check import CONFIG_FILE, read_checked, refuse_unservable
 from eyas.export.config_json import sglang_config, vllm_config
-from eyas.export.tensors import WEIGHTS_FILE, DrafterTensors, server_tensors, write_tensors
+from eyas.export.tensors import WEIGHTS_FILE, server_tensors, write_tensors
 
 if TYPE_CHECKING:
+    import torch
+
     from eyas.drafter.model import Drafter
 
 RECORD_FILE = "export.json"
@@ -47,13 +49,14 @@ def export(
     """
     shape = meta.shape
     refuse_unservable(shape, config.servers)
-    ids = {server: _layer_ids(server, meta, target) for server in config.servers}
+    ids = {server: server_layer_ids(server, meta, target) for server in config.servers}
     tensors = compare.drafter_tensors(drafter)
     difference = 0.0
     with fs.atomic_dir(folder) as part:
         for server in config.servers:
-            _write_server(part / server, server, meta, ids[server], tensors, target, config)
-            found = read_checked(part / server, server, shape, ids[server], config.dtype)
+            named = server_tensors(server, shape, tensors, config.dtype)
+            _write_server(part / server, server, meta, ids[server], named, target, config)
+            found = read_checked(part / server, server, shape, ids[server], config.dtype, named)
             difference = max(difference, compare.require_same_logits(server, shape, found, drafter, config.dtype))
         fs.write_text(part / "README.md", model_card(meta, digest(meta), target, ids, config.dtype))
         record = ExportMeta(
@@ -65,12 +68,18 @@ def export(
             target=meta.target,
             max_logit_difference=difference,
             files=fs.tree_digests(part),
+            dtype=config.dtype,
         )
         fs.write_record(part / RECORD_FILE, record)
     return record
 
 
-def _layer_ids(server: str, meta: CheckpointMeta, target: TargetIdentity) -> tuple[int, ...]:
+def server_layer_ids(server: str, meta: CheckpointMeta, target: TargetIdentity) -> tuple[int, ...]:
+    """The checkpoint's boundaries in a server's spelling for this target.
+
+    Raises:
+        PlanError: The server cannot be asked for them.
+    """
     spelling = "sglang" if server == "sglang" else "vllm"
     return boundaries.layer_ids(meta.boundaries, spelling, model_type=target.model_type, num_layers=target.num_layers)
 
@@ -80,7 +89,7 @@ def _write_server(
     server: str,
     meta: CheckpointMeta,
     layer_ids: tuple[int, ...],
-    tensors: DrafterTensors,
+    tensors: dict[str, torch.Tensor],
     target: TargetIdentity,
     config: ExportConfig,
 ) -> None:
@@ -90,4 +99,4 @@ def _write_server(
         written = vllm_config(meta.shape, layer_ids, config.dtype, config.target_name, target.architecture)
     folder.mkdir(parents=True)
     fs.write_text(folder / CONFIG_FILE, json.dumps(written, indent=2, sort_keys=True) + "\n")
-    write_tensors(folder / WEIGHTS_FILE, server_tensors(server, meta.shape, tensors, config.dtype))
+    write_tensors(folder / WEIGHTS_FILE, tensors)
