@@ -14,7 +14,13 @@ from eyas.errors import PlanError
 
 Spelling = Literal["sglang", "vllm", "output_of_layer"]
 
-SGLANG_AS_IS = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2") + (
+SGLANG_AS_IS = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "kimi_k2",
     "kimi_k25",
     "kimi_vl",
 )

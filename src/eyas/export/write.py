@@ -1,7 +1,7 @@
 """Writing the export: one folder per server, each read back and checked, the record last.
 
-    models/export/{README.md, sglang/, vllm/, export.json}, every server's folder holding
-    config.json and model.safetensors
+    models/export/{sglang/, vllm/, export.json}, every server's folder ready for the hub:
+    README.md (model card), config.json, model.safetensors
 
 The whole folder appears at once, and only when every check passed.
 """
@@ -18,7 +18,7 @@ from eyas.config import ExportConfig
 from eyas.contracts import CheckpointMeta, ExportMeta, TargetIdentity
 from eyas.engines import boundaries
 from eyas.export import compare
-from eyas.export.card import model_card
+from eyas.export.card import Evidence, model_card
 from eyas.export.check import CONFIG_FILE, read_checked, refuse_unservable
 from eyas.export.config_json import sglang_config, vllm_config
 from eyas.export.tensors import WEIGHTS_FILE, server_tensors, write_tensors
@@ -32,7 +32,12 @@ RECORD_FILE = "export.json"
 
 
 def export(
-    drafter: Drafter, meta: CheckpointMeta, target: TargetIdentity, config: ExportConfig, folder: Path
+    drafter: Drafter,
+    meta: CheckpointMeta,
+    target: TargetIdentity,
+    config: ExportConfig,
+    folder: Path,
+    evidence: Evidence | None = None,
 ) -> ExportMeta:
     """Write ``folder`` for every configured server and check what was written.
 
@@ -42,6 +47,7 @@ def export(
         target: The model it drafts for.
         config: Servers, dtype and the name the server knows the target by.
         folder: Replaced as a whole.
+        evidence: What the cards say of training and quality; None for a drafter that was not made here.
 
     Raises:
         ExportError: A server could not load it as what was trained. Nothing is published.
@@ -56,9 +62,10 @@ def export(
         for server in config.servers:
             named = server_tensors(server, shape, tensors, config.dtype)
             _write_server(part / server, server, meta, ids[server], named, target, config)
+            card = model_card(server, meta, target, ids[server], config, evidence)
+            fs.write_text(part / server / "README.md", card)
             found = read_checked(part / server, server, shape, ids[server], config.dtype, named)
             difference = max(difference, compare.require_same_logits(server, shape, found, drafter, config.dtype))
-        fs.write_text(part / "README.md", model_card(meta, digest(meta), target, ids, config.dtype))
         record = ExportMeta(
             servers=tuple(config.servers),
             boundaries=meta.boundaries,

@@ -122,7 +122,11 @@ CORRUPTIONS: dict[str, tuple[str, Damage, str]] = {
         change("lm_head.weight", lambda t: t[:-1]),
         f"lm_head.weight [{W - 1}, {D}] expected [{W}, {D}]",
     ),
-    "fp16 weights": ("sglang", change("fc.weight", torch.Tensor.half), "fc.weight: torch.float16, expected torch.bfloat16"),
+    "fp16 weights": (
+        "sglang",
+        change("fc.weight", torch.Tensor.half),
+        "fc.weight: torch.float16, expected torch.bfloat16",
+    ),
     "fp16 config": ("vllm", config("dtype", "float16"), "dtype: 'float16', expected 'bfloat16' as trained"),
     "random embedding": (
         "vllm",
@@ -149,12 +153,28 @@ CORRUPTIONS: dict[str, tuple[str, Damage, str]] = {
         config("transformer_layer_config.rope_parameters.rope_theta", 5e5),
         "transformer_layer_config.rope_parameters: ",
     ),
-    "wrong vocab size": ("vllm", config("transformer_layer_config.vocab_size", V + 1), f"vocab_size: {V + 1}, expected {V}"),
+    "wrong vocab size": (
+        "vllm",
+        config("transformer_layer_config.vocab_size", V + 1),
+        f"vocab_size: {V + 1}, expected {V}",
+    ),
     "wrong draft vocab size": ("sglang", config("draft_vocab_size", W + 1), f"draft_vocab_size: {W + 1}, expected {W}"),
-    "wrong target hidden size": ("sglang", config("target_hidden_size", 2 * D), "target_hidden_size: 32, expected no such"),
+    "wrong target hidden size": (
+        "sglang",
+        config("target_hidden_size", 2 * D),
+        "target_hidden_size: 32, expected no such",
+    ),
     "wrong num heads": ("sglang", config("num_attention_heads", 8), "num_attention_heads: 8, expected 4"),
-    "wrong norm eps": ("vllm", config("transformer_layer_config.rms_norm_eps", 1e-6), "rms_norm_eps: 1e-06, expected 1e-05"),
-    "more aux streams": ("sglang", config("num_aux_hidden_states", 4), "num_aux_hidden_states: 4, expected no such key"),
+    "wrong norm eps": (
+        "vllm",
+        config("transformer_layer_config.rms_norm_eps", 1e-6),
+        "rms_norm_eps: 1e-06, expected 1e-05",
+    ),
+    "more aux streams": (
+        "sglang",
+        config("num_aux_hidden_states", 4),
+        "num_aux_hidden_states: 4, expected no such key",
+    ),
     "three streams by default": (
         "vllm",
         config("transformer_layer_config.num_aux_hidden_states", KeyError),
