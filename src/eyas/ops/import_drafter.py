@@ -28,9 +28,6 @@ from eyas.tokens.draft_vocab import DraftVocab
 from eyas.train.checkpoint import publish_drafter
 from eyas.train.warm_start import written_boundaries
 
-NO_SGLANG = "sglang"
-"""Its residual is the raw hidden state: a drafter with ``norm_before_residual`` is for vLLM alone."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedDrafter:
@@ -49,7 +46,7 @@ def import_drafter(root: Path, source: Path, out: Path) -> ImportedDrafter:
     Args:
         root: The repository: ``models/target.json`` and ``params.yaml``.
         source: The checkpoint's folder.
-        out: Gets ``drafter/``, ``draft_vocab/`` and ``export/``.
+        out: Replaced as a whole; gets ``drafter/``, ``draft_vocab/`` and ``export/``.
 
     Raises:
         TrainError: It is no drafter that can be read, or is one of another target.
@@ -76,11 +73,12 @@ def import_drafter(root: Path, source: Path, out: Path) -> ImportedDrafter:
         files=(),
         warm_start=content_hash(source),
     )
-    if drafter.shape.norm_before_residual:
-        params.export.servers = [server for server in params.export.servers if server != NO_SGLANG] or ["vllm"]
-    record = export(drafter, meta, target, params.export, out / "export")
-    DraftVocab(drafter.d2t, drafter.t2d).write(out / "draft_vocab")
-    meta = publish_drafter(out / "drafter", drafter, meta)
+    if drafter.shape.norm_before_residual:  # SGLang's residual is the raw hidden state
+        params.export.servers = ["vllm"]
+    with fs.atomic_dir(out) as part:
+        meta = publish_drafter(part / "drafter", drafter, meta)
+        DraftVocab(drafter.d2t, drafter.t2d).write(part / "draft_vocab")
+        record = export(drafter, meta, target, params.export, part / "export")
     return ImportedDrafter(form=checkpoint.facts.form, content=meta.warm_start, meta=meta, export=record)
 
 

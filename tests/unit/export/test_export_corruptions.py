@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,14 +193,27 @@ CORRUPTIONS: dict[str, tuple[str, Damage, str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    run(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    """A folder with a right export."""
+    shutil.copytree(whole / "export", tmp_path / "export")
+    return tmp_path
+
+
 @pytest.mark.parametrize("what", CORRUPTIONS)
-def test_each_corruption_is_refused_by_name(tmp_path: Path, what: str) -> None:
+def test_each_corruption_is_refused_by_name(copy: Path, what: str) -> None:
     """Cases 77 to 80 on a whole export; the other server's folder is not blamed."""
     server, damage, named = CORRUPTIONS[what]
-    run(tmp_path)
-    damage(tmp_path / "export" / server)
+    damage(copy / "export" / server)
     with pytest.raises(ExportError) as error:
-        verify(tmp_path)
+        verify(copy)
     lines = [line for line in str(error.value).splitlines() if line.startswith("- ")]
     assert any(named in line for line in lines), str(error.value)
     assert all(line.startswith(f"- {server}: ") for line in lines)
@@ -229,26 +243,23 @@ def edit_record(key: str, value: Any) -> Damage:
         (lambda folder: (folder / "vllm/README.md").write_text("tau 6"), "vllm/README.md: not the bytes"),
     ],
 )
-def test_a_record_or_file_that_is_not_the_exports_is_named(tmp_path: Path, damage: Damage, named: str) -> None:
-    run(tmp_path)
-    damage(tmp_path / "export")
+def test_a_record_or_file_that_is_not_the_exports_is_named(copy: Path, damage: Damage, named: str) -> None:
+    damage(copy / "export")
     with pytest.raises(ExportError) as error:
-        verify(tmp_path)
+        verify(copy)
     assert [named in line for line in str(error.value).splitlines() if line.startswith("- ")] == [True]
 
 
-def test_another_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_another_checkpoint_is_refused(copy: Path) -> None:
     """The weights of one training, the export of another."""
-    run(tmp_path)
     other = make_drafter(SHAPE)
     with torch.no_grad():
         other.fc.weight[0, 0] += 1.0
     with pytest.raises(ExportError, match=r"sglang: fc\.weight: other values: 0\.13% are not the checkpoint's"):
-        verify_export(tmp_path / "export", other, make_meta(SHAPE), make_target())
+        verify_export(copy / "export", other, make_meta(SHAPE), make_target())
 
 
-def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
-    run(tmp_path)
-    (tmp_path / "export/export.json").unlink()
+def test_a_folder_without_a_record_is_refused(copy: Path) -> None:
+    (copy / "export/export.json").unlink()
     with pytest.raises(StoreError, match=r"export\.json is missing"):
-        verify(tmp_path)
+        verify(copy)

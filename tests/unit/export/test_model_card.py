@@ -135,7 +135,8 @@ def test_a_target_of_the_hub_is_the_base_model_and_a_rare_licence_keeps_its_name
 
 def test_what_is_not_known_is_said_to_be_unknown(tmp_path: Path) -> None:
     head, text = cards(tmp_path)["sglang"]
-    assert "license" not in head and "base_model" not in head
+    assert "license" not in head
+    assert "base_model" not in head
     assert "Not measured." in text
     assert "The licence of wheel:a-target==1.0 was not named at export." in text
 
