@@ -79,7 +79,6 @@ def vllm_config(
         "eagle_aux_hidden_state_layer_ids": list(layer_ids),
         "embed_requires_grad": False,
         "fc_norm": shape.fc_norm,
-        "model_type": "speculator_model",
         "norm_before_fc": False,
         "norm_before_residual": shape.norm_before_residual,
         "norm_output": shape.norm_output,
