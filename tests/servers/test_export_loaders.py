@@ -340,7 +340,7 @@ def capture_rule(path: Path):
         model.set_eagle3_layers_to_capture = lambda layers: setattr(model, "layers_to_capture", layers)
         config = types.SimpleNamespace(num_hidden_layers=32)
         served = types.SimpleNamespace(model=model, config=config, pp_group=types.SimpleNamespace(is_last_rank=True))
-        scope |= {"get_parallel": lambda: served, "get_pp_group": lambda: served.pp_group}
+        scope.update(get_parallel=lambda: served, get_pp_group=lambda: served.pp_group)
         scope["set_eagle3_layers_to_capture"](served, ids)
         return list(model.layers_to_capture)
 
