@@ -25,7 +25,7 @@ HUB_LICENCES = ("apache-2.0", "mit", "gemma", "llama2", "llama3", "llama3.1", "l
 """Identifiers that the hub knows, of models that are likely targets; others are ``other`` with a name."""
 DEFINITIONS = """\
 `tau`: tokens emitted per forward of the target, the bonus token included; 1 is useless, chain length + 1 perfect.
-It is the exact walk over the target's own greedy text, with a 95 % bootstrap interval over documents. `alpha_k`: share
+It is the exact walk over the target's own greedy text, with a 95 % bootstrap interval. `alpha_k`: share
 of k-th draft tokens accepted, among rounds whose earlier ones were. Coverage: assistant tokens that equal the
 target's argmax. Outside: argmaxes outside the draft vocab, each a miss. Loops: repeated 8-grams, which raise tau.
 """
