@@ -81,9 +81,9 @@ $(GOALS):
 else
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary doctor verify repair \
-	budget generations retire keep gc-plan gc adopt train-from export-states import-states bench-store bench-gc \
-	bench-train bench-train-quality bench-capture bench-faults parity check test test-slow test-gpu test-kernels test-sglang test-vllm setup-sglang setup-vllm lock clean \
-	pins image image-check shell
+	budget generations retire keep gc-plan gc adopt train-from export-states import-states check-export import-drafter bench-store \
+	bench-gc bench-train bench-train-quality bench-capture bench-faults parity check test test-slow test-gpu test-kernels test-sglang \
+	test-vllm setup-sglang setup-vllm lock clean pins image image-check shell
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-19s %s\n",$$1,$$2}' Makefile
@@ -196,6 +196,10 @@ export-states: $(READY) ## Hidden states for a peer: FORMAT=speculators_v1|specu
 import-states: $(READY) ## A peer's hidden states: FORMAT= FROM= TO= (BOUNDARIES=2,15,27 FINAL_HIDDEN= MAX_FAILED= JSON=1)
 	@eyas import-states $(JSON_FLAG) $(call option,format,FORMAT) $(call option,from,FROM) $(call option,to,TO) \
 	  $(call option,boundaries,BOUNDARIES) $(call option,final-hidden,FINAL_HIDDEN) $(call option,max-failed,MAX_FAILED)
+check-export: $(READY) ## models/export as its servers would load it, against models/drafter; ARGS='COPY --drafter models/drafter' JSON=1
+	@eyas check-export $(JSON_FLAG) $(ARGS)
+import-drafter: $(READY) ## A public EAGLE-3 checkpoint of the target as ours, and for every server: FROM= TO=models/NAME (JSON=1)
+	@eyas import-drafter $(JSON_FLAG) $(call option,from,FROM) $(call option,to,TO)
 
 ##@ Quality
 check: $(READY_DEV) ## Format, lint, types, layers, spelling, workflows; under a minute

@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     listed.add_argument("--all", action="store_true", help="also those that only commits name, and deleted ones")
     _add_exchange(commands)
+    _add_drafters(commands)
     _add_generations(commands)
     _add_bench(commands)
     parity = _add(commands, "parity", run.parity, "engines beside transformers in float32; writes reports/parity.json")
@@ -123,6 +124,21 @@ def _add_exchange(commands: argparse._SubParsersAction) -> None:
     enter.add_argument("--from", dest="source", type=Path, required=True, help="the folder with the files")
     enter.add_argument("--to", type=Path, required=True, help="tokens/, hidden_states/ and its manifest go here")
     _add_import_options(enter)
+
+
+def _add_drafters(commands: argparse._SubParsersAction) -> None:
+    text = "read an export as its servers would, and name every key and tensor that is not the checkpoint's"
+    check = _add(commands, "check-export", run.check_export, text)
+    check.add_argument(
+        "folder", nargs="?", type=Path, default=Path("models/export"), help="the export (default: %(default)s)"
+    )
+    check.add_argument(
+        "--drafter", type=Path, default=Path("models/drafter"), help="the checkpoint (default: %(default)s)"
+    )
+    text = "a public EAGLE-3 checkpoint of the target, SGLang's or speculators' form, as ours and for every server"
+    enter = _add(commands, "import-drafter", run.import_drafter, text)
+    enter.add_argument("--from", dest="source", type=Path, required=True, help="the checkpoint's folder")
+    enter.add_argument("--to", type=Path, required=True, help="drafter/, draft_vocab/ and export/ go here")
 
 
 def _add_import_options(command: argparse.ArgumentParser) -> None:

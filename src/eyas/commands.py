@@ -186,6 +186,22 @@ def import_states(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def check_export(arguments: argparse.Namespace) -> int:
+    from eyas.ops.check_export import check_export, checked_rows
+
+    record = check_export(Path(), arguments.folder, arguments.drafter)
+    console.emit(canonical_json(record) if arguments.json else console.table(checked_rows(record)))
+    return 0
+
+
+def import_drafter(arguments: argparse.Namespace) -> int:
+    from eyas.ops.import_drafter import import_drafter, imported_rows
+
+    done = import_drafter(Path(), arguments.source, arguments.to)
+    console.emit(canonical_json(done) if arguments.json else console.table(imported_rows(done, arguments.to)))
+    return 0
+
+
 def smoke(arguments: argparse.Namespace) -> int:
     from eyas.ops.scratch import run_small
     from eyas.report.summary import summary_text, summary_values

@@ -252,7 +252,9 @@ class ExportConfig:
     dtype: str = "bfloat16"
     target_name: str = ""
     """Name the server knows the target by; written where a format asks for it, never a local path."""
-    revision: int = 1
+    target_licence: str = ""
+    """The hub's identifier of the target's licence, for the model card."""
+    revision: int = 2
 
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""
@@ -262,6 +264,8 @@ class ExportConfig:
         require(self.dtype in ("bfloat16", "float32"), "export.dtype", self.dtype, "bfloat16 or float32")
         local = self.target_name.startswith(("/", ".", "~"))
         require(not local, "export.target_name", self.target_name, "a name, not a local path")
+        word = re.fullmatch(r"[A-Za-z0-9.-]*", self.target_licence) is not None
+        require(word, "export.target_licence", self.target_licence, "an identifier like apache-2.0, or nothing")
 
 
 @dataclass

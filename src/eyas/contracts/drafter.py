@@ -133,5 +133,8 @@ class ExportMeta:
     capture_identity: str
     target: str
     max_logit_difference: float
+    """How far rounding to ``dtype`` moves the logits of the float32 weights on a fixed sample."""
     files: tuple[FileDigest, ...] = field(default=())
+    dtype: str = "bfloat16"
+    """Of the weights; d2t is int64, t2d bool."""
     schema_version: int = SCHEMA_VERSION
