@@ -19,6 +19,8 @@ FORCE ?=
 JSON ?=
 # Anything but empty: generations that only commits name, and deleted ones, too.
 ALL ?=
+# A branch, tag, commit or experiment that `make report` puts beside this run.
+AGAINST ?=
 # Arguments of pytest or of verify, for example `ARGS='-k walk'`.
 ARGS ?=
 
@@ -96,10 +98,11 @@ extract: $(READY) ## Hidden states into shards
 train: $(READY) ## The drafter
 evaluate: $(READY) ## Acceptance length, offline and in real decoding
 export: $(READY) ## The drafter for SGLang and vLLM
-report: $(READY) ## reports/index.html
+report: $(READY) ## reports/index.html; AGAINST=<rev>: this run beside that one, reports/against.html (JSON=1)
 $(GUARDED):
 	$(STATE_HERE)
 	$(GUARD) dvc repro $@
+	$(if $(and $(filter report,$@),$(value AGAINST)),@eyas compare $(JSON_FLAG) -- $(call quoted,AGAINST))
 $(filter-out $(GUARDED),$(PIPELINE)):
 	$(STATE_HERE)
 	dvc repro $@

@@ -56,6 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     gc = _add(commands, "gc", run.gc, "delete what a plan of gc-plan lists, and go on with a gc that was interrupted")
     gc.add_argument("--confirm", default="", metavar="ID", help="the plan's id")
     _add(commands, "summary", run.summary, "the last results in one table")
+    other = _add(
+        commands, "compare", run.compare, "this run beside another revision's, read from git and DVC's cache; writes reports/against.html"
+    )
+    other.add_argument("revision", metavar="REV", help="branch, tag, commit or DVC experiment")
     listed = _add(
         commands, "generations", run.generations, "every version of the hidden states, and what gc would free"
     )

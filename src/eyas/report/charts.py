@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 WIDTH, HEIGHT = 400, 240
-LEFT, RIGHT, TOP, BOTTOM = 48, 10, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 40
 MAX_POINTS = 200
 """Points per drawn line: more than pixels carry would only make the page heavy."""
 NUM_STYLES = 8
@@ -62,7 +62,7 @@ def _axis_across(x: float, tick: float) -> str:
     base = HEIGHT - BOTTOM
     return (
         f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{base}" y2="{base + 4}"/>'
-        f'<text x="{x:.1f}" y="{base + 17}" text-anchor="middle">{_tick(tick)}</text>'
+        f'<text x="{x:.1f}" y="{base + 17}" text-anchor="{"end" if x > WIDTH - RIGHT - 16 else "middle"}">{_tick(tick)}</text>'
     )
 
 
@@ -87,16 +87,31 @@ def _legend(drawn: Sequence[Series]) -> str:
     return f'<ul class="legend">{keys}</ul>'
 
 
-def interval(low: float, value: float, high: float, start: float, end: float) -> str:
-    """A value with its interval on an axis from ``start`` to ``end``."""
+def interval(low: float, value: float, high: float, start: float, end: float, *, width: int = 160, ticks: bool = False) -> str:
+    """A value with its interval on an axis from ``start`` to ``end``.
+
+    Args:
+        low: Where the interval begins.
+        value: The dot.
+        high: Where it ends.
+        start: Left end of the axis.
+        end: Its right end.
+        width: Of the drawing, in its own units.
+        ticks: Write whole numbers below the axis.
+    """
 
     def x(number: float) -> float:
-        return 4 + 152 * (min(max(number, start), end) - start) / ((end - start) or 1.0)
+        return 8 + (width - 16) * (min(max(number, start), end) - start) / ((end - start) or 1.0)
 
     label = f"{value:.3f}, interval {low:.3f} to {high:.3f}, on an axis from {start:g} to {end:g}"
+    marks = [
+        f'<line class="grid" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="4" y2="12"/>'
+        f'<text x="{x(tick):.1f}" y="29" text-anchor="middle">{tick}</text>'
+        for tick in (range(math.ceil(start), math.floor(end) + 1) if ticks else ())
+    ]
     return (
-        f'<svg class="interval" viewBox="0 0 160 16" role="img" aria-label="{label}">'
-        f'<line class="grid" x1="4" x2="156" y1="8" y2="8"/>'
+        f'<svg class="interval" viewBox="0 0 {width} {32 if ticks else 16}" role="img" aria-label="{label}">{"".join(marks)}'
+        f'<line class="grid" x1="8" x2="{width - 8}" y1="8" y2="8"/>'
         f'<line class="span" x1="{x(low):.1f}" x2="{x(high):.1f}" y1="8" y2="8"/>'
         f'<circle class="dot s0" cx="{x(value):.1f}" cy="8" r="3.5"/></svg>'
     )

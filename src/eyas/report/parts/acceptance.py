@@ -64,26 +64,23 @@ def _sets(found: Figures) -> str:
 def _positions(found: Figures) -> str:
     sets = found.groups("sets")
     length = max((len(entry.numbers("alpha")) for entry in sets.values()), default=0)
-    rows = [(name, *_padded(entry.numbers("alpha"), length)) for name, entry in sets.items()]
     conditional = [(name, _counted(entry.numbers("alpha"))) for name, entry in sets.items()]
     marginal = [(name, _counted(entry.numbers("step_accuracy"))) for name, entry in sets.items()]
     charts = (
         line_chart("alpha: accepted when all before were", conditional, across="draft token", up="share"),
-        line_chart("each draft token alone, full vocab", marginal, across="draft token", up="share"),
+        line_chart("Each draft token alone, full vocab", marginal, across="draft token", up="share"),
     )
-    return (
-        subtitle("By position in the draft")
-        + f'<div class="charts">{"".join(charts)}</div>'
-        + table("alpha by prompt set", ("prompt set", *(f"alpha {k + 1}" for k in range(length))), rows, range(1, length + 1))
-    )
+    rows = [(k + 1, *(_at(entry.numbers("alpha"), k) for entry in sets.values())) for k in range(length)]
+    values = table("alpha by draft token", ("alpha of draft token", *sets), rows, range(1, len(sets) + 1))
+    return subtitle("By position in the draft") + f'<div class="charts">{"".join(charts)}{values}</div>'
 
 
 def _counted(values: tuple[float, ...]) -> list[tuple[float, float]]:
     return [(k, value) for k, value in enumerate(values, start=1)]
 
 
-def _padded(values: tuple[float, ...], length: int) -> list[str | None]:
-    return [number(values[k]) if k < len(values) else None for k in range(length)]
+def _at(values: tuple[float, ...], place: int) -> str | None:
+    return number(values[place]) if place < len(values) else None
 
 
 def _histograms(found: Figures) -> Iterator[str]:

@@ -38,12 +38,12 @@ def _tau(acceptance: Figures) -> str:
     tau, chain = acceptance.number("tau") or 0.0, acceptance.number("chain_length") or 0.0
     own = next((entry for entry in acceptance.groups("sets").values() if entry.number("tau") == tau), Figures({}))
     low, high = own.number("tau_low"), own.number("tau_high")
-    drawn = interval(low, tau, high, 1.0, chain + 1) if low is not None and high is not None else ""
-    limits = f'<p class="limits"><span>1: of no use</span><span>{chain + 1:g}: perfect</span></p>' if drawn else ""
+    is_known = low is not None and high is not None
+    drawn = interval(low, tau, high, 1.0, chain + 1, width=340, ticks=True) if is_known else ""
     return (
-        f'<div class="tau"><p class="eyebrow">tau, held out</p><p class="figure">{number(tau)}</p>{drawn}{limits}'
-        f"<p>{text(f'95 % interval {span(own)}. ' if drawn else '')}tau counts tokens per forward of the target, bonus "
-        f"token included.</p><p>{_verdict(acceptance)}</p></div>"
+        f'<div class="tau"><p class="eyebrow">tau, held out</p><p class="figure">{number(tau)}</p>{drawn}'
+        f"<p>{text(f'95 % interval {span(own)}. ' if drawn else '')}Tokens per forward of the target, bonus token included: "
+        f"1 is of no use, {chain + 1:g} perfect.</p><p>{_verdict(acceptance)}</p></div>"
     )
 
 
@@ -64,15 +64,17 @@ def _verdict(acceptance: Figures) -> str:
 def _company(acceptance: Figures) -> str:
     alpha = acceptance.numbers("alpha")
     untrained, tau = acceptance.number("tau_untrained"), acceptance.number("tau") or 0.0
-    gain = f"{tau / untrained:.2f} times as much after training" if untrained else ""
-    sets = [(f"tau, {name}", number(entry), "prompt set") for name, entry in _other_sets(acceptance).items()]
+    gain = f"training gave {tau / untrained:.2f} times as much" if untrained else ""
+    sets = [(f"tau, {name}", number(entry), "another prompt set") for name, entry in _other_sets(acceptance).items()]
+    length = f"drafts of up to {count(acceptance.number('chain_length'))} tokens"
     return tiles(
         (
             ("tau without loops", number(acceptance.number("tau_loop_free")), "documents that repeat less than 5 %"),
-            ("tau, untrained drafter", number(acceptance.number("tau_untrained")), gain),
-            ("first draft token accepted", share(alpha[0]) if alpha else None, "alpha 1"),
-            ("loop share of the text", share(acceptance.number("loop_share")), "repetition inflates tau"),
-            *sets[:2],
+            ("tau, untrained", number(acceptance.number("tau_untrained")), gain),
+            ("alpha 1", share(alpha[0]) if alpha else None, "first draft token accepted"),
+            ("loop share", share(acceptance.number("loop_share")), "of the text; repetition inflates tau"),
+            ("rounds", count(acceptance.number("num_rounds")), length),
+            *sets[:1],
         )
     )
 

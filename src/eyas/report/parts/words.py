@@ -5,6 +5,9 @@ from __future__ import annotations
 from eyas.console import human_bytes, human_seconds
 from eyas.report.figures import Figures
 
+SHORT_S = 10.0
+"""Below it tenths are told."""
+
 
 def number(value: float | None, digits: int = 3) -> str | None:
     """A tau, alpha or loss."""
@@ -28,7 +31,9 @@ def size(value: float | None) -> str | None:
 
 def seconds(value: float | None) -> str | None:
     """A duration."""
-    return None if value is None else human_seconds(value)
+    if value is None:
+        return None
+    return f"{value:.1f}s" if value < SHORT_S else human_seconds(value)
 
 
 def span(entry: Figures, name: str = "tau") -> str | None:
