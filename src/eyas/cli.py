@@ -57,7 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     gc.add_argument("--confirm", default="", metavar="ID", help="the plan's id")
     _add(commands, "summary", run.summary, "the last results in one table")
     other = _add(
-        commands, "compare", run.compare, "this run beside another revision's, read from git and DVC's cache; writes reports/against.html"
+        commands,
+        "compare",
+        run.compare,
+        "this run beside another revision's, read from git and DVC's cache; writes reports/against.html",
     )
     other.add_argument("revision", metavar="REV", help="branch, tag, commit or DVC experiment")
     listed = _add(

@@ -41,7 +41,9 @@ def line_chart(title: str, series: Sequence[Series], *, across: str = "optimizer
     marks = [_axis_up(place(x_low, tick)[1], tick) for tick in y_ticks]
     x_ticks = [tick for tick in nice_ticks(x_low, x_high, 4) if x_low <= tick <= x_high]
     marks += [_axis_across(place(tick, y_low)[0], tick) for tick in x_ticks]
-    marks.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(across)}</text>')
+    marks.append(
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(across)}</text>'
+    )
     marks += [_line(index, name, [place(*p) for p in points]) for index, (name, points) in enumerate(drawn)]
     last = ", ".join(f"{name} ends at {points[-1][1]:.3g}" for name, points in drawn)
     unit = f'<span class="unit">{escape(up)}</span>' if up else ""
@@ -87,7 +89,9 @@ def _legend(drawn: Sequence[Series]) -> str:
     return f'<ul class="legend">{keys}</ul>'
 
 
-def interval(low: float, value: float, high: float, start: float, end: float, *, width: int = 160, ticks: bool = False) -> str:
+def interval(
+    low: float, value: float, high: float, start: float, end: float, *, width: int = 160, ticks: bool = False
+) -> str:
     """A value with its interval on an axis from ``start`` to ``end``.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +61,20 @@ def compare(root: Path, name: str) -> Comparison:
 
 
 def values(found: Comparison) -> dict[str, Any]:
-    """The figures for JSON: name → this run's and the other's."""
+    """The figures for JSON."""
     return {
         "against": found.revision.commit,
-        "figures": {measure.name: [measure.here, measure.there] for measure in found.measures},
+        "figures": [{"group": m.group, "name": m.name, "here": m.here, "there": m.there} for m in found.measures],
         "missing": list(found.missing),
     }
 
 
 def as_text(found: Comparison) -> str:
     """The figures as a table."""
-    rows = [(m.name, m.told(m.here), m.told(m.there), m.change) for m in found.measures]
-    parts = [console.table(rows, ("", HERE, found.revision.label, "change")) if rows else "neither run was measured"]
+    rows = [(m.group, m.name, m.told(m.here), m.told(m.there), m.change) for m in found.measures]
+    parts = [
+        console.table(rows, ("", "", HERE, found.revision.label, "change")) if rows else "neither run was measured"
+    ]
     parts += [f"not here: {', '.join(found.missing)} (`dvc fetch` may bring them)"] if found.missing else []
     return "\n".join([*parts, f"page: {PAGE}"])
 
@@ -94,32 +97,38 @@ def _missing(found: Comparison) -> Iterator[str]:
 
 
 def _figures(found: Comparison) -> str:
-    rows = [(m.name, m.told(m.here), m.told(m.there), _change(m)) for m in found.measures]
-    if not rows:
+    groups = [(name, list(members)) for name, members in groupby(found.measures, key=lambda measure: measure.group)]
+    if not groups:
         return section("figures", "Figures", nothing())
-    return section(
-        "figures",
-        "Figures",
-        table("Figures of both runs", ("figure", HERE, found.revision.label, "change"), rows, numeric=(1, 2, 3)),
-        note(
-            "tau comes with its 95 % interval: where the intervals overlap, these runs do not show which drafter is better. "
-            "Times compare only on the same machine."
-        ),
+    tables = [
+        subtitle(group)
+        + table(
+            f"{group} of both runs",
+            ("figure", HERE, found.revision.label, "change"),
+            [(m.name, m.told(m.here), m.told(m.there), _change(m)) for m in members],
+            numeric=(1, 2, 3),
+        )
+        for group, members in groups
+    ]
+    remark = note(
+        "Coloured is a tau whose 95 % interval lies apart from the other's; where they overlap, these runs do not show "
+        "which drafter is better. What has no interval is told and not judged."
     )
+    return section("figures", "Figures", remark, *tables)
 
 
 def _change(measure: Measure) -> object:
-    if measure.verdict == "same":
-        return measure.change
-    kind = {"better": "good", "worse": "bad", "other": "quiet"}[measure.verdict]
-    return badge(measure.change, kind)
+    kind = {"better": "good", "worse": "bad"}.get(measure.verdict)
+    return badge(measure.change, kind) if kind else measure.change
 
 
 def _curves(found: Comparison) -> str:
     there = {curve.name: curve for curve in found.there.curves}
     both = [(curve, there[curve.name]) for curve in found.here.curves if curve.name in there]
     charts = "".join(_chart(mine, other, found.revision.label) for mine, other in sorted(both, key=_order))
-    return section("curves", "Curves", f'<div class="charts">{charts}</div>' if charts else nothing("No curve is in both runs."))
+    return section(
+        "curves", "Curves", f'<div class="charts">{charts}</div>' if charts else nothing("No curve is in both runs.")
+    )
 
 
 def _order(pair: tuple[Curve, Curve]) -> tuple[bool, bool, str]:
@@ -141,7 +150,11 @@ def _parameters(found: Comparison) -> str:
     if not names:
         return section("parameters", "Parameters", nothing("Every parameter is the same."))
     rows = [(code(name), _parameter(here, name), _parameter(there, name)) for name in names]
-    return section("parameters", "Parameters that differ", table("Parameters that differ", ("name", HERE, found.revision.label), rows))
+    return section(
+        "parameters",
+        "Parameters that differ",
+        table("Parameters that differ", ("name", HERE, found.revision.label), rows),
+    )
 
 
 def _parameter(found: dict[str, str], name: str) -> object:

@@ -1,8 +1,13 @@
-"""Figures that two runs have in common, which way is better, and whether their difference says anything."""
+"""Figures that two runs have in common, and whether their difference says anything.
+
+Only tau is judged, by its interval. Figures without one are told and not judged: training text, seeds and machines
+differ for reasons of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,9 +26,9 @@ class Measure:
     here: float | None
     there: float | None
     kind: Kind = "figure"
-    more_is: Literal["better", "worse", "other"] = "other"
-    overlaps: bool = False
-    """Whether the intervals of both overlap, so that the difference shows nothing."""
+    group: str
+    overlaps: bool | None = None
+    """Whether the intervals of both overlap, so that the difference shows nothing; ``None`` without intervals."""
 
     def told(self, value: float | None) -> str:
         """A value as the table writes it."""
@@ -46,13 +51,12 @@ class Measure:
 
     @property
     def verdict(self) -> Verdict:
-        """Which run it speaks for; none where intervals overlap."""
+        """Whether this run is the better one by it."""
         if self.here is None or self.there is None or self.here == self.there:
             return "same"
-        if self.overlaps or self.more_is == "other":
+        if self.overlaps is not False:
             return "other"
-        is_more = self.here > self.there
-        return "better" if is_more == (self.more_is == "better") else "worse"
+        return "better" if self.here > self.there else "worse"
 
 
 def differences(here: Sources, there: Sources) -> list[Measure]:
@@ -64,50 +68,59 @@ def differences(here: Sources, there: Sources) -> list[Measure]:
 def _acceptance(here: Sources, there: Sources) -> Iterator[Measure]:
     mine, other = (sources.acceptance or Figures({}) for sources in (here, there))
     sets, others = mine.groups("sets"), other.groups("sets")
+    pair = _pairs("Acceptance")
     for name in dict.fromkeys([*sets, *others]):
         a, b = sets.get(name, Figures({})), others.get(name, Figures({}))
-        yield _pair(f"tau, {name}", a, b, "tau", more_is="better", overlaps=_overlap(a, b))
-        yield _pair(f"tau without loops, {name}", a, b, "tau_loop_free", more_is="better")
-    yield _pair("tau, untrained", mine, other, "tau_untrained")
+        tau = pair(f"tau, {name}", a, b, "tau")
+        yield dataclasses.replace(tau, overlaps=_overlap(a, b))
+        yield pair(f"tau without loops, {name}", a, b, "tau_loop_free")
+    yield pair("tau, untrained", mine, other, "tau_untrained")
     alphas = mine.numbers("alpha"), other.numbers("alpha")
     for k in range(max(map(len, alphas))):
         a, b = (values[k] if k < len(values) else None for values in alphas)
-        yield Measure(name=f"alpha {k + 1}", here=a, there=b, kind="share", more_is="better")
-    yield _pair("loop share", mine, other, "loop_share", kind="share")
+        yield Measure(name=f"alpha {k + 1}", here=a, there=b, kind="share", group="Acceptance")
+    yield pair("loop share", mine, other, "loop_share", "share")
 
 
-def _pair(name: str, mine: Figures, other: Figures, key: str, **options: object) -> Measure:
-    return Measure(name=name, here=mine.number(key), there=other.number(key), **options)  # pyright: ignore[reportArgumentType]
+def _pairs(group: str) -> Callable[..., Measure]:
+    def pair(name: str, mine: Figures, other: Figures, key: str, kind: Kind = "figure") -> Measure:
+        return Measure(name=name, here=mine.number(key), there=other.number(key), kind=kind, group=group)
+
+    return pair
 
 
-def _overlap(mine: Figures, other: Figures) -> bool:
-    limits = [entry.number(name) for entry in (mine, other) for name in ("tau_low", "tau_high")]
-    if None in limits:
-        return False
-    low, high, other_low, other_high = (limit for limit in limits if limit is not None)
+def _overlap(mine: Figures, other: Figures) -> bool | None:
+    limits = [
+        limit
+        for entry in (mine, other)
+        for name in ("tau_low", "tau_high")
+        if (limit := entry.number(name)) is not None
+    ]
+    if len(limits) < 4:
+        return None
+    low, high, other_low, other_high = limits
     return low <= other_high and other_low <= high
 
 
 def _curves(here: Sources, there: Sources) -> Iterator[Measure]:
     ends = [{curve.name: curve.points[-1][1] for curve in s.curves if curve.points} for s in (here, there)]
     for name in sorted(ends[0] | ends[1]):
-        leaf = name.split("/")[-2] if "/" in name else name
-        more_is = {"loss": "worse", "alpha": "better", "accuracy": "better", "joint": "better"}.get(leaf, "other")
-        yield Measure(name=name, here=ends[0].get(name), there=ends[1].get(name), more_is=more_is)  # pyright: ignore[reportArgumentType]
+        yield Measure(name=name, here=ends[0].get(name), there=ends[1].get(name), group="Training, last values")
 
 
 def _data(here: Sources, there: Sources) -> Iterator[Measure]:
     tokens = [Figures.of(sources.tokens) for sources in (here, there)]
     manifests = [Figures.of(sources.manifest) for sources in (here, there)]
-    yield _pair("samples", *tokens, "num_samples", kind="count")
-    yield _pair("tokens", *tokens, "num_tokens", kind="count")
-    yield _pair("bytes stored", *manifests, "stored_bytes", kind="bytes")
+    pair = _pairs("Data")
+    yield pair("samples", *tokens, "num_samples", "count")
+    yield pair("tokens", *tokens, "num_tokens", "count")
+    yield pair("bytes stored", *manifests, "stored_bytes", "bytes")
 
 
 def _speed(here: Sources, there: Sources) -> Iterator[Measure]:
     for stage in here.runs:
         mine, other = (Figures.of(sources.runs.get(stage)) for sources in (here, there))
-        yield _pair(f"{stage}, CPU seconds", mine, other, "cpu_s", kind="seconds")
-    for stage in here.throughput:
+        yield _pairs("CPU seconds")(stage, mine, other, "cpu_s", "seconds")
+    for stage in (stage for stage in here.runs if stage in here.throughput):
         mine, other = (Figures.of(sources.throughput.get(stage)) for sources in (here, there))
-        yield _pair(f"{stage}, tokens / CPU-s", mine, other, "tokens_per_cpu_second", kind="count", more_is="better")
+        yield _pairs("Tokens per CPU second")(stage, mine, other, "tokens_per_cpu_second", "count")

@@ -65,7 +65,9 @@ class Tab:
             self._buffer += data
 
     def show(self, page: Path, width: int, *, dark: bool) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
+        )
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
         self.events.clear()
@@ -92,7 +94,13 @@ def browser(program: str, home: Path) -> Iterator[Tab]:
     """A browser with a profile of its own below ``home``, gone at the end."""
     from_us, to_browser = os.pipe()
     from_browser, to_us = os.pipe()
-    quiet = ("--disable-background-networking", "--no-first-run", "--disable-extensions", "--disable-gpu", "--mute-audio")
+    quiet = (
+        "--disable-background-networking",
+        "--no-first-run",
+        "--disable-extensions",
+        "--disable-gpu",
+        "--mute-audio",
+    )
     flags = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars", *quiet)
     command = [program, *flags, "--remote-debugging-pipe", f"--user-data-dir={home}", "about:blank"]
     # The pipe is spoken on descriptors 3 and 4, whatever ours are called.

@@ -105,7 +105,7 @@ def _served(serve: Figures) -> Iterator[str]:
     rows.append(("tau, offline", number(serve.number("tau_offline"))))
     speedups = serve.group("speedup")
     rows += [
-        (f"speed-up at batch {size}", f"{value:.2f} ×")
+        (f"speed-up at batch {size}", f"{value:.2f} x")
         for size in sorted(speedups.values, key=lambda name: (len(name), name))
         if (value := speedups.number(size)) is not None
     ]

@@ -14,7 +14,9 @@ def data(sources: Sources) -> str:
     tokens = sources.tokens
     if tokens is None:
         return section("data", "Data", nothing())
-    return section("data", "Data", _headline(tokens), subtitle("Length of a sample, in tokens"), _lengths(tokens), *_shares(tokens))
+    return section(
+        "data", "Data", _headline(tokens), subtitle("Length of a sample, in tokens"), _lengths(tokens), *_shares(tokens)
+    )
 
 
 def _headline(tokens: TokenReport) -> str:
@@ -38,7 +40,11 @@ def _lengths(tokens: TokenReport) -> str:
 
 def _shares(tokens: TokenReport) -> list[str]:
     splits = [
-        (name, float(tokens.num_tokens_by_split.get(name, 0)), f"{tokens.num_tokens_by_split.get(name, 0):,} in {num:,} samples")
+        (
+            name,
+            float(tokens.num_tokens_by_split.get(name, 0)),
+            f"{tokens.num_tokens_by_split.get(name, 0):,} in {num:,} samples",
+        )
         for name, num in sorted(tokens.num_samples_by_split.items())
     ]
     coverage = ", ".join(f"{name} {value:.1%}" for name, value in sorted(tokens.draft_vocab_coverage.items()))

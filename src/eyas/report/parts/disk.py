@@ -52,20 +52,26 @@ def _facts(sources: Sources) -> Iterator[tuple[str, object]]:
     plan, manifest, expected = sources.plan, sources.manifest, _expected(sources)
     before = budget_before(sources)
     if plan:
-        streams = f"{plan.num_tokens:,} tokens × {plan.num_streams} streams × {plan.hidden_size:,} × 2 bytes"
+        streams = f"{plan.num_tokens:,} tokens x {plan.num_streams} streams x {plan.hidden_size:,} x 2 bytes"
         yield "planned", f"{plan.payload_bytes:,} bytes of states: {streams}"
     if manifest and plan:
         off = (manifest.stored_bytes / expected - 1) if expected else 0.0
-        yield "stored", (
-            f"{manifest.stored_bytes:,} bytes in {len(manifest.shards):,} {'shard' if len(manifest.shards) == 1 else 'shards'}; "
-            f"{off:+.1%} of the budget, {manifest.stored_bytes / plan.payload_bytes:.3f} of the bytes before the codec"
+        yield (
+            "stored",
+            (
+                f"{manifest.stored_bytes:,} bytes in {len(manifest.shards):,} {'shard' if len(manifest.shards) == 1 else 'shards'}; "
+                f"{off:+.1%} of the budget, {manifest.stored_bytes / plan.payload_bytes:.3f} of the bytes before the codec"
+            ),
         )
     if manifest:
         failed = sum(sample.num_tokens for sample in manifest.failed)
         yield "codec", manifest.capture.codec
-        yield "account", (
-            f"{manifest.num_planned_tokens:,} tokens planned = {manifest.num_stored_tokens:,} stored + {failed:,} failed; "
-            f"{manifest.num_stored_samples:,} of {manifest.num_planned_samples:,} samples"
+        yield (
+            "account",
+            (
+                f"{manifest.num_planned_tokens:,} tokens planned = {manifest.num_stored_tokens:,} stored + {failed:,} failed; "
+                f"{manifest.num_stored_samples:,} of {manifest.num_planned_samples:,} samples"
+            ),
         )
     yield "free before", _free(before)
 
@@ -96,4 +102,6 @@ def _generations(sources: Sources) -> Iterator[str]:
     yield subtitle("Generations")
     headers = ("generation", "", "engine", "samples", "tokens", "stored", "in DVC's cache")
     yield table("Generations of the hidden states", headers, rows, numeric=(3, 4, 5))
-    yield note("Versions of the hidden states that this repository names or holds. make generations says more; only make gc deletes.")
+    yield note(
+        "Versions of the hidden states that this repository names or holds. make generations says more; only make gc deletes."
+    )

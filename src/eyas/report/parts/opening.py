@@ -38,8 +38,9 @@ def _tau(acceptance: Figures) -> str:
     tau, chain = acceptance.number("tau") or 0.0, acceptance.number("chain_length") or 0.0
     own = next((entry for entry in acceptance.groups("sets").values() if entry.number("tau") == tau), Figures({}))
     low, high = own.number("tau_low"), own.number("tau_high")
-    is_known = low is not None and high is not None
-    drawn = interval(low, tau, high, 1.0, chain + 1, width=340, ticks=True) if is_known else ""
+    drawn = ""
+    if low is not None and high is not None:
+        drawn = interval(low, tau, high, 1.0, chain + 1, width=340, ticks=True)
     return (
         f'<div class="tau"><p class="eyebrow">tau, held out</p><p class="figure">{number(tau)}</p>{drawn}'
         f"<p>{text(f'95 % interval {span(own)}. ' if drawn else '')}Tokens per forward of the target, bonus token included: "

@@ -56,7 +56,10 @@ def _speed(sources: Sources) -> Iterator[str]:
         yield subtitle("Time and throughput") + nothing()
         return
     yield subtitle("Time and throughput")
-    yield split_bar("Wall time by stage", [(s, run.number("wall_s") or 0, seconds(run.number("wall_s")) or "") for s, run in runs.items()])
+    yield split_bar(
+        "Wall time by stage",
+        [(s, run.number("wall_s") or 0, seconds(run.number("wall_s")) or "") for s, run in runs.items()],
+    )
     rows = [_speed_row(sources, stage, run) for stage, run in runs.items()]
     headers = ("stage", "time", "CPU time", "tokens", "tokens / s", "tokens / CPU-s", "of its bound", "", "peak memory")
     yield table("Time and throughput", headers, rows, numeric=(1, 2, 3, 4, 5, 8))

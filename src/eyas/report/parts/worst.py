@@ -43,7 +43,7 @@ def _document(document: Figures, *, is_open: bool) -> str:
     answer = "".join(_round(entry) for entry in document.listed("rounds"))
     first = f'<span class="target">{_shown(document.words("first"))}</span>' if document.words("first") else ""
     return (
-        f"<details{' open' if is_open else ''}><summary>{head}</summary><div class=\"inside\">{asked}"
+        f'<details{" open" if is_open else ""}><summary>{head}</summary><div class="inside">{asked}'
         f'<p class="answer"><span class="eyebrow">answer</span>{first}{answer}</p></div></details>'
     )
 
