@@ -228,7 +228,8 @@ def finished(tmp_path: Path) -> Path:
             "wall_s": 301.5,
             "cpu_s": 590.0,
             "peak_rss_bytes": 1_500_000_000,
-            "num_tokens": 0,
+            "work_s": 300.0,
+            "num_tokens": 1_536_000 if stage == "train" else 0,
         }
     for path, record in records.items():
         fs.write_record(tmp_path / path, record)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -17,9 +17,11 @@ from eyas.contracts import AcceptanceReport
 from eyas.errors import StoreError
 from eyas.report.charts import nice_ticks
 from eyas.report.html import text
+from eyas.report.metrics import headline
 from eyas.report.page import render
 from eyas.report.sources import gather, read_curves
 from eyas.report.summary import summary_text, summary_values
+from eyas.stages import report
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -80,16 +82,18 @@ def test_full_page_shows_every_figure(finished: Path) -> None:
         "1.800",  # real decoding
         "24,000 tokens planned = 24,000 stored + 0 failed",
         "110,592,000 bytes of states",  # 24,000 tokens x 4 streams x 576 x 2 bytes
-        "110,712,345 bytes in 1 shards",
+        # 110,592,000 + 120,000 of ids + 1,024 + 4,096 of headers were budgeted: 110,717,120
+        "110,712,345 bytes in 1 shard, 1.001 of those before the codec, as budgeted",
         "2, 15, 27",
         "for 74 of 74 prompts",
         "de-quantised from the Q4_1 file",
         "5,120",  # tokens per second
         "40,000,000",  # dvc.lock
+        "98% of 2 cores",  # 590 CPU-s in 301.5 s on 2 cores
     ):
         assert figure in shown, figure
     assert "NOT lossless" not in shown
-    assert len(re.findall("<polyline", page)) == 4
+    assert len(re.findall("<polyline", page)) == 4 + 4  # curves; alpha and step accuracy of two sets
 
 
 def test_page_loads_nothing(finished: Path) -> None:
@@ -98,9 +102,20 @@ def test_page_loads_nothing(finished: Path) -> None:
     assert not re.search(r"https?://|url\(|@import|src=", page)
 
 
-def test_page_is_the_same_twice(finished: Path) -> None:
-    first = dataclasses.replace(gather(finished), free_bytes=0)
-    assert render(first) == render(dataclasses.replace(gather(finished), free_bytes=0))
+def test_the_stage_gives_the_same_bytes_when_it_runs_again(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its own last run, nor what DVC recorded of that, nor the disk's free space is on the page."""
+    monkeypatch.chdir(finished)
+    report.main(["reports/index.html", "reports/metrics.json"])
+    first = [(finished / name).read_bytes() for name in ("reports/index.html", "reports/metrics.json")]
+    own = fs.read_json(finished / "reports/runs/report.json")
+    fs.write_record(finished / "reports/runs/report.json", own | {"wall_s": 77.7, "started_at": "2031-01-01T00:00:00Z"})
+    lock = finished / "dvc.lock"
+    lock.write_text(
+        lock.read_text() + "  report:\n    cmd: y\n    outs:\n    - {path: reports/index.html, md5: 0e0e, size: 7}\n"
+    )
+    monkeypatch.setattr(fs, "free_bytes", lambda _: 12345)
+    report.main(["reports/index.html", "reports/metrics.json"])
+    assert [(finished / name).read_bytes() for name in ("reports/index.html", "reports/metrics.json")] == first
 
 
 def test_values_are_escaped(finished: Path) -> None:
@@ -112,10 +127,65 @@ def test_values_are_escaped(finished: Path) -> None:
 
 def test_a_lossy_run_is_said_loudly(finished: Path, make_acceptance: Callable[..., AcceptanceReport]) -> None:
     fs.write_record(finished / "reports/acceptance.json", make_acceptance(lossless=False))
-    assert "NOT lossless: speculative decoding gave exactly the tokens of plain greedy decoding for 73 of 74" in words(
-        render(gather(finished))
-    )
+    shown = words(render(gather(finished)))
+    assert "NOT lossless Speculative decoding gave exactly the tokens of plain greedy decoding for 73 of 74" in shown
     assert "DIFFERS FROM plain greedy output" in summary_text(finished)
+
+
+def test_acceptance_of_another_version_is_shown_as_far_as_it_is_known(finished: Path) -> None:
+    path = finished / "reports/acceptance.json"
+    known = fs.read_json(path)
+    first = {key: known["sets"]["chatterbot"][key] for key in ("tau", "alpha")}
+    fs.write_record(path, {"tau": 1.8049, "sets": {"chatterbot": first, "odd": 3}, "modes": {"tree": {"tau": 2.125}}})
+    page = render(gather(finished))
+    assert_well_formed(page)
+    shown = words(page)
+    assert "1.805" in shown
+    assert "modes.tree.tau 2.125" in shown  # no part of the page knows it; the list of every figure has it
+    fs.write_record(path, {"sets": {}})
+    with pytest.raises(StoreError, match=r"acceptance\.json is no AcceptanceReport: it has no tau"):
+        gather(finished)
+
+
+WORST = {
+    "sample_id": "0a1b",
+    "set": "chatterbot",
+    "tau": 1.25,
+    "num_rounds": 4,
+    "loop_share": 0.0,
+    "prompt": "Who <are> you?",
+    "first": "I",
+    "rounds": [
+        {"accepted": "", "bonus": " am"},
+        {"accepted": " a <b>", "bonus": "\n"},
+    ],
+}
+
+
+def test_worst_documents_show_who_wrote_what(finished: Path) -> None:
+    path = finished / "reports/acceptance.json"
+    fs.write_record(path, fs.read_json(path) | {"worst": [WORST]})
+    page = render(gather(finished))
+    assert_well_formed(page)
+    assert (
+        '<span class="target">I</span><span class="target"> am</span>'
+        '<mark class="accepted"> a &lt;b&gt;</mark><span class="target">↵\n</span>'
+    ) in page
+    assert "tau 1.250 · chatterbot · 4 rounds" in page
+    assert "Who &lt;are&gt; you?" in page
+
+
+def test_metrics_are_few_and_short(finished: Path) -> None:
+    """A table of DVC's has a column each; times would make every run another one."""
+    found = headline(gather(finished))
+    assert found["tau"] == 1.8049
+    assert found["tau_low"] == 1.701
+    assert found["tau_human_eval"] == 1.5
+    assert found["loss"] == pytest.approx(5.0 * math.exp(-2950 / 1500))
+    assert found["stored_gb"] == 0.111
+    assert len(found) <= 20
+    assert max(map(len, found)) <= 16
+    assert not [name for name, value in found.items() if isinstance(value, str)]
 
 
 def test_nothing_measured_is_said(tmp_path: Path) -> None:

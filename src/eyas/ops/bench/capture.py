@@ -253,7 +253,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     samples = make_samples(args.tokens, shape)
     listed, lengths = list(samples.values()), [len(sample.input_ids) for sample in samples.values()]
     named = dict(pair.split("=", 1) for pair in args.option)
-    options: dict[str, Any] = {name: int(value) if value.lstrip("-").isdecimal() else value for name, value in named.items()}
+    options: dict[str, Any] = {
+        name: int(value) if value.lstrip("-").isdecimal() else value for name, value in named.items()
+    }
     engine = SglangEngine(
         target, target_folder, BOUNDARIES[args.shape], dtype="bfloat16", device=args.device, **options
     )

@@ -55,14 +55,10 @@ def _facts(sources: Sources) -> Iterator[tuple[str, object]]:
         streams = f"{plan.num_tokens:,} tokens x {plan.num_streams} streams x {plan.hidden_size:,} x 2 bytes"
         yield "planned", f"{plan.payload_bytes:,} bytes of states: {streams}"
     if manifest and plan:
-        off = (manifest.stored_bytes / expected - 1) if expected else 0.0
-        yield (
-            "stored",
-            (
-                f"{manifest.stored_bytes:,} bytes in {len(manifest.shards):,} {'shard' if len(manifest.shards) == 1 else 'shards'}; "
-                f"{off:+.1%} of the budget, {manifest.stored_bytes / plan.payload_bytes:.3f} of the bytes before the codec"
-            ),
-        )
+        shards = f"{len(manifest.shards):,} {'shard' if len(manifest.shards) == 1 else 'shards'}"
+        ratio = manifest.stored_bytes / plan.payload_bytes
+        against = _against_budget(manifest.stored_bytes / expected - 1) if expected else ""
+        yield "stored", f"{manifest.stored_bytes:,} bytes in {shards}, {ratio:.3f} of those before the codec{against}"
     if manifest:
         failed = sum(sample.num_tokens for sample in manifest.failed)
         yield "codec", manifest.capture.codec
@@ -74,6 +70,10 @@ def _facts(sources: Sources) -> Iterator[tuple[str, object]]:
             ),
         )
     yield "free before", _free(before)
+
+
+def _against_budget(off: float) -> str:
+    return f", {abs(off):.1%} {'over' if off > 0 else 'under'} the budget" if abs(off) >= 0.0005 else ", as budgeted"
 
 
 def _free(before: Figures) -> str | None:
