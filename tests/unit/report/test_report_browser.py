@@ -59,7 +59,7 @@ def pages(finished: Path) -> dict[str, Path]:
     """Both pages, of a run whose names and texts are as awkward as data may be."""
     path = finished / "reports/acceptance.json"
     rounds = [{"accepted": " word" * (k % 4), "bonus": f" and<{k}>"} for k in range(60)]
-    worst = {"set": "chatterbot", "tau": 1.1, "num_rounds": 60, "prompt": "x" * 300, "first": "A", "rounds": rounds}
+    worst = {"source": "chatterbot", "tau": 1.1, "num_rounds": 60, "prompt": "x" * 300, "first": "A", "rounds": rounds}
     fs.write_record(path, fs.read_json(path) | {"worst": [worst, worst]})
     fs.write_record(finished / "reports/serve.json", {"tau_server": 1.79, "tau_offline": 1.8, "speedup": {"1": 1.4}})
     who = ("-c", "user.name=a", "-c", "user.email=a@b")

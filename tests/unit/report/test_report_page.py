@@ -149,7 +149,7 @@ def test_acceptance_of_another_version_is_shown_as_far_as_it_is_known(finished: 
 
 WORST = {
     "sample_id": "0a1b",
-    "set": "chatterbot",
+    "source": "chatterbot",
     "tau": 1.25,
     "num_rounds": 4,
     "loop_share": 0.0,

@@ -32,7 +32,7 @@ def worst(acceptance: Figures) -> Iterator[str]:
 def _document(document: Figures, *, is_open: bool) -> str:
     told = (
         f"tau {number(document.number('tau'))}",
-        document.words("set"),
+        document.words("source"),
         f"{count(document.number('num_rounds'))} rounds",
         f"loops {share(document.number('loop_share'))}",
         document.words("sample_id"),
