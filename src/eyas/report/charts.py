@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 WIDTH, HEIGHT = 400, 240
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 40
 MAX_POINTS = 200
 """Points per drawn line: more than pixels carry would only make the page heavy."""
 NUM_STYLES = 8

@@ -26,7 +26,7 @@ def worst(acceptance: Figures) -> Iterator[str]:
         '<p class="legend"><span><span class="accepted">accepted draft</span></span><span><span class="target">token of the '
         "target</span></span></p>"
     )
-    yield "".join(_document(document, is_open=index == 0) for index, document in enumerate(documents))
+    yield "".join(_document(document, is_open=index < 2) for index, document in enumerate(documents))
 
 
 def _document(document: Figures, *, is_open: bool) -> str:
