@@ -147,6 +147,42 @@ def test_acceptance_of_another_version_is_shown_as_far_as_it_is_known(finished: 
         gather(finished)
 
 
+def test_what_newer_reports_measure_is_shown(finished: Path) -> None:
+    """Chains of every length, sampling, ways of decoding with their speed, and a real server."""
+    path, run = finished / "reports/acceptance.json", finished / "reports/runs/evaluate.json"
+    record = fs.read_json(path)
+    chains = {str(length): {"tau": 1 + length / 8} for length in range(1, 8)}
+    more = {"accepted": [50, 30, 20], "chains": chains, "tau_by_place": {"0": 1.5, "32": 1.75}}
+    more["sampled"] = {"temperature": 0.75, "tau": 1.613, "tau_low": 1.5, "tau_high": 1.7}
+    record["sets"]["chatterbot"] |= more
+    record["modes"] = {"chatterbot": {"tree": {"temperature": 0, "tau": 2.031, "batch_size": 8, "num_identical": 7}}}
+    fs.write_record(path, record)
+    train = fs.read_json(finished / "reports/runs/train.json")
+    fs.write_record(run, train | {"stage": "evaluate", "facts": {"modes": {"batch": {"tree": {"speedup": 1.257}}}}})
+    batch = {"tau_server": 1.789, "tokens_per_s_plain": 41.0, "tokens_per_s_drafted": 61.5, "speedup": 1.5}
+    served = {"tau_server": 1.789, "tau_offline": 1.801, "server": "sglang <x>", "batches": {"16": batch, "8": batch}}
+    fs.write_record(finished / "reports/serve.json", served)
+    page = render(gather(finished))
+    assert_well_formed(page)
+    shown = words(page)
+    assert "tau by chain length over draft tokens a round: chatterbot ends at 1.88" in page  # 1 + 7/8
+    assert "0 50.0% 1 30.0% 2 20.0%" in shown
+    assert "chatterbot 0.75 1.613 1.500 to 1.700" in shown
+    assert "chatterbot, tree 2.031 8 not measured 7 not measured 1.26 x" in shown
+    assert "sglang &lt;x&gt;, server tau 1.789, offline tau 1.801." in shown
+    assert "8 1.789 41 62 1.50 16 1.789" in shown  # smaller batches first
+
+
+def test_the_budget_that_extract_noted_is_the_one_shown(finished: Path) -> None:
+    train = fs.read_json(finished / "reports/runs/train.json")
+    before = {"expected_bytes": 100_000_000, "free_bytes": 4 * 10**11, "volume_bytes": 10**12, "reserve_bytes": 10**10}
+    fs.write_record(finished / "reports/runs/extract.json", train | {"stage": "extract", "facts": {"budget": before}})
+    shown = words(render(gather(finished)))
+    assert "budget, after the codec 100.0 MB" in shown
+    assert "10.7% over the budget" in shown  # 110,712,345 bytes
+    assert "400.0 GB of 1,000.0 GB (40.0%) when the extraction began; 10.0 GB in reserve" in shown
+
+
 WORST = {
     "sample_id": "0a1b",
     "source": "chatterbot",

@@ -101,15 +101,17 @@ def _rounds(found: Figures) -> str:
         )
         if any(points for _, points in series)
     ]
-    charts += [
-        split_bar(
-            f"{name}: rounds by accepted draft tokens",
-            [(str(k), value, f"{value / sum(counts):.1%}") for k, value in enumerate(counts)],
-        )
+    histograms = [
+        split_bar(f"{name}: rounds by accepted draft tokens", _parts(counts))
         for name, entry in sets.items()
         if sum(counts := entry.numbers("accepted"))
     ]
-    return subtitle("By length and place") + f'<div class="charts">{"".join(charts)}</div>' if charts else ""
+    drawn = "".join(f'<div class="charts">{"".join(group)}</div>' for group in (charts, histograms) if group)
+    return subtitle("By length and place") + drawn if drawn else ""
+
+
+def _parts(counts: tuple[float, ...]) -> list[tuple[str, float, str]]:
+    return [(str(k), value, f"{value / sum(counts):.1%}") for k, value in enumerate(counts)]
 
 
 def _by_key(values: dict[str, float | None]) -> list[tuple[float, float]]:
