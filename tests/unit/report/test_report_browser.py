@@ -54,21 +54,21 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Tab]:
         yield opened
 
 
-@pytest.fixture
-def pages(finished: Path) -> dict[str, Path]:
+@pytest.fixture(scope="module")
+def pages(kept: Path) -> dict[str, Path]:
     """Both pages, of a run whose names and texts are as awkward as data may be."""
-    path = finished / "reports/acceptance.json"
+    path = kept / "reports/acceptance.json"
     rounds = [{"accepted": " word" * (k % 4), "bonus": f" and<{k}>"} for k in range(60)]
     worst = {"source": "chatterbot", "tau": 1.1, "num_rounds": 60, "prompt": "x" * 300, "first": "A", "rounds": rounds}
     fs.write_record(path, fs.read_json(path) | {"worst": [worst, worst]})
-    fs.write_record(finished / "reports/serve.json", {"tau_server": 1.79, "tau_offline": 1.8, "speedup": {"1": 1.4}})
+    fs.write_record(kept / "reports/serve.json", {"tau_server": 1.79, "tau_offline": 1.8, "speedup": {"1": 1.4}})
     who = ("-c", "user.name=a", "-c", "user.email=a@b")
     for words in (("init", "-q"), ("add", "-A"), (*who, "commit", "-qm", "a run <of> " + "long words " * 20)):
-        subprocess.run(["git", *words], cwd=finished, check=True)
-    compare(finished, "HEAD")
-    index = finished / "reports/index.html"
-    fs.write_text(index, render(gather(finished)))
-    return {"index": index, "against": finished / "reports/against.html"}
+        subprocess.run(["git", *words], cwd=kept, check=True)
+    compare(kept, "HEAD")
+    index = kept / "reports/index.html"
+    fs.write_text(index, render(gather(kept)))
+    return {"index": index, "against": kept / "reports/against.html"}
 
 
 @pytest.mark.parametrize("name", ["index", "against"])
