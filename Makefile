@@ -64,7 +64,7 @@ export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary doctor verify repair \
+.PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary experiments doctor verify repair \
 	budget generations retire keep gc-plan gc adopt train-from export-states import-states bench-store bench-gc \
 	bench-train bench-train-quality bench-capture bench-faults parity check test test-slow test-kernels test-sglang test-vllm setup-sglang setup-vllm lock clean
 
@@ -113,6 +113,9 @@ status: $(READY) ## Which stages are out of date, and why
 	dvc status
 summary: $(READY) ## The last results in one table
 	@eyas summary
+experiments: $(READY) ## DVC's experiments and this run, what differs alone; ARGS='-A --sort-by tau'
+	$(STATE_HERE)
+	dvc exp show --only-changed $(ARGS)
 doctor: $(READY) ## What this machine has, lacks and what to do about it
 	$(STATE_HERE)
 	@eyas doctor

@@ -17,6 +17,7 @@ from eyas import fs
 
 ROOT = Path(__file__).parents[3]
 MAX_COLUMNS = 20
+EXPERIMENTS = "dvc exp show --only-changed"
 pytestmark = pytest.mark.slow
 
 
@@ -75,6 +76,7 @@ def test_dvc_tells_two_runs_apart(repository: Repository) -> None:
     record["sets"]["chatterbot"]["tau"] = record["tau"] = 1.9049
     fs.write_record(root / "reports/acceptance.json", record)
     fs.write_text(root / "reports/train/plots/metrics/loss/step_0.tsv", "step\tstep_0\n1\t0.5\n2\t0.25\n")
+    fs.write_text(root / "params.yaml", (root / "params.yaml").read_text().replace("\n  lr: ", "\n  lr: 1", 1))
     repository.ok("dvc", "repro", "-q")
 
     shown = repository.json("dvc", "metrics", "show")[""]["data"]
@@ -87,9 +89,10 @@ def test_dvc_tells_two_runs_apart(repository: Repository) -> None:
     assert set(changed) == {"tau", "loss"} | (set(changed) & {"tau_low", "tau_high"})
     assert first != (root / "reports/metrics.json").read_bytes()
 
-    header, *rows = list(csv.reader(repository.ok("dvc", "exp", "show", "--csv").splitlines()))
-    metrics = [name for name in header if name in columns]
-    assert {"tau", "loss", "lossless", "tokens"} <= set(metrics)
+    header, *rows = list(csv.reader(repository.ok(*EXPERIMENTS.split(), "--csv").splitlines()))
+    assert {"tau", "train.lr"} <= set(header)  # figures and parameters that differ
+    assert {"samples", "train.seed"} & set(header) == set()  # and no others
+    assert len(header) <= MAX_COLUMNS
     assert [row[header.index("tau")] for row in rows] == ["1.9049", "1.8049"]  # the workspace, then main
 
     plots = repository.json("dvc", "plots", "diff")
@@ -99,6 +102,11 @@ def test_dvc_tells_two_runs_apart(repository: Repository) -> None:
     assert {point["rev"] for point in points} == {"HEAD", "workspace"}
     assert {point["filename::field"] for point in points} == {"step_0.tsv::step_0", "step_1.tsv::step_1"}
     assert sorted(repository.json("dvc", "plots", "show")["data"]) == ["alpha", "loss"]
+
+
+def test_make_experiments_is_the_command_above() -> None:
+    recipe = (ROOT / "Makefile").read_text().split("\nexperiments:")[1].split("\n\n")[0]
+    assert f"\t{EXPERIMENTS} $(ARGS)" in recipe
 
 
 def test_a_forced_second_run_leaves_the_lock_and_git_as_they_are(repository: Repository) -> None:
