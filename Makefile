@@ -19,6 +19,8 @@ FORCE ?=
 JSON ?=
 # Anything but empty: generations that only commits name, and deleted ones, too.
 ALL ?=
+# A branch, tag, commit or experiment that `make report` puts beside this run.
+AGAINST ?=
 # Arguments of pytest or of verify, for example `ARGS='-k walk'`.
 ARGS ?=
 # Which image: cpu, ci or cuda.
@@ -80,7 +82,7 @@ $(GOALS):
 	@$(CONTAINER) run --target $(IMAGE) -- make $@ $(filter-out IN_CONTAINER=%,$(MAKEOVERRIDES))
 else
 
-.PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary doctor verify repair \
+.PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary experiments doctor verify repair \
 	budget generations retire keep gc-plan gc adopt train-from export-states import-states check-export import-drafter bench-store \
 	bench-gc bench-train bench-train-quality bench-capture bench-faults parity check test test-slow test-gpu test-kernels test-sglang \
 	test-vllm setup-sglang setup-vllm lock clean pins image image-check shell
@@ -115,10 +117,11 @@ extract: $(READY) ## Hidden states into shards
 train: $(READY) ## The drafter
 evaluate: $(READY) ## Acceptance length, offline and in real decoding
 export: $(READY) ## The drafter for SGLang and vLLM
-report: $(READY) ## reports/index.html
+report: $(READY) ## reports/index.html; AGAINST=<rev>: this run beside that one, reports/against.html (JSON=1)
 $(GUARDED):
 	$(STATE_HERE)
 	$(GUARD) dvc repro $@
+	$(if $(and $(filter report,$@),$(value AGAINST)),@eyas compare $(JSON_FLAG) -- $(call quoted,AGAINST))
 $(filter-out $(GUARDED),$(PIPELINE)):
 	$(STATE_HERE)
 	dvc repro $@
@@ -130,6 +133,9 @@ status: $(READY) ## Which stages are out of date, and why
 	@eyas changed
 summary: $(READY) ## The last results in one table
 	@eyas summary
+experiments: $(READY) ## DVC's experiments and this run, what differs alone; ARGS='-A --sort-by tau'
+	$(STATE_HERE)
+	dvc exp show --only-changed $(ARGS)
 doctor: $(READY) ## What this machine has, lacks and what to do about it
 	$(STATE_HERE)
 	@eyas doctor

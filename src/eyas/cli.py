@@ -56,11 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--projects", help="other projects that share DVC's cache: '/path /path', or none")
     gc = _add(commands, "gc", run.gc, "delete what a plan of gc-plan lists, and go on with a gc that was interrupted")
     gc.add_argument("--confirm", default="", metavar="ID", help="the plan's id")
-    _add(commands, "summary", run.summary, "the last results in one table")
-    listed = _add(
-        commands, "generations", run.generations, "every version of the hidden states, and what gc would free"
-    )
-    listed.add_argument("--all", action="store_true", help="also those that only commits name, and deleted ones")
+    _add_looks(commands)
     _add_exchange(commands)
     _add_drafters(commands)
     _add_generations(commands)
@@ -80,6 +76,21 @@ def _parser() -> argparse.ArgumentParser:
     pivot.add_argument("--from", dest="first", default="fake", help="engine whose states are in the way (%(default)s)")
     pivot.add_argument("--to", dest="second", default="hf", help="engine that is wanted (%(default)s)")
     return parser
+
+
+def _add_looks(commands: argparse._SubParsersAction) -> None:
+    _add(commands, "summary", run.summary, "the last results in one table")
+    other = _add(
+        commands,
+        "compare",
+        run.compare,
+        "this run beside another revision's, read from git and DVC's cache; writes reports/against.html",
+    )
+    other.add_argument("revision", metavar="REV", help="branch, tag, commit or DVC experiment")
+    listed = _add(
+        commands, "generations", run.generations, "every version of the hidden states, and what gc would free"
+    )
+    listed.add_argument("--all", action="store_true", help="also those that only commits name, and deleted ones")
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:

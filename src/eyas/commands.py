@@ -146,6 +146,14 @@ def summary(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def compare(arguments: argparse.Namespace) -> int:
+    from eyas.report.compare import as_text, compare, values
+
+    found = compare(Path(), arguments.revision)
+    console.emit(canonical_json(values(found)) if arguments.json else as_text(found))
+    return 0
+
+
 def generations(arguments: argparse.Namespace) -> int:
     from eyas.ops.generations import as_json, as_text, list_all
 

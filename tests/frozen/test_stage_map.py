@@ -75,6 +75,7 @@ def test_paths_are_frozen() -> None:
         "reports/acceptance.json",
         "models/export",
         "reports/index.html",
+        "reports/metrics.json",
     }
 
 
