@@ -27,7 +27,13 @@ RECORDS = {
         contracts.PlannedSample,
     ),
     "models/drafter/": (contracts.CheckpointMeta, contracts.DrafterShape),
-    "reports/acceptance.json": (contracts.AcceptanceReport, contracts.SetAcceptance, contracts.DecodeCheck),
+    "reports/acceptance.json": (
+        contracts.AcceptanceReport,
+        contracts.SetAcceptance,
+        contracts.DecodeCheck,
+        contracts.WorstDocument,
+        contracts.WorstRound,
+    ),
     "models/export/": (contracts.ExportMeta,),
     ".eyas/": (RunState, Best, MetricRow),
 }

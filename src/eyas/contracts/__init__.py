@@ -40,6 +40,8 @@ from eyas.contracts.drafter import (
     ExportMeta,
     RopeScaling,
     SetAcceptance,
+    WorstDocument,
+    WorstRound,
 )
 
 __all__ = [
@@ -73,5 +75,7 @@ __all__ = [
     "TargetIdentity",
     "TokenReport",
     "TokenSample",
+    "WorstDocument",
+    "WorstRound",
     "payload_bytes",
 ]

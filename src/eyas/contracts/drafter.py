@@ -97,6 +97,31 @@ class DecodeCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorstRound:
+    """Text that one round emitted."""
+
+    accepted: str
+    """Of the drafter's tokens; empty when the first was wrong."""
+    bonus: str
+    """Of the target's own token; empty where the answer ended before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorstDocument:
+    """A held-out document of low tau: the end of its prompt and its first answer, cut at its rounds."""
+
+    sample_id: str
+    source: str
+    tau: float
+    num_rounds: int
+    loop_share: float
+    prompt: str
+    first: str
+    """The token of the prefill, which is no round's."""
+    rounds: tuple[WorstRound, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceReport:
     """``reports/acceptance.json``."""
 
@@ -118,6 +143,8 @@ class AcceptanceReport:
     """Digest of the checkpoint record."""
     capture_identity: str
     seed: int
+    worst: tuple[WorstDocument, ...] = ()
+    """The documents of lowest tau, lowest first."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -133,5 +160,8 @@ class ExportMeta:
     capture_identity: str
     target: str
     max_logit_difference: float
+    """How far rounding to ``dtype`` moves the logits of the float32 weights on a fixed sample."""
     files: tuple[FileDigest, ...] = field(default=())
+    dtype: str = "bfloat16"
+    """Of the weights; d2t is int64, t2d bool."""
     schema_version: int = SCHEMA_VERSION

@@ -9,6 +9,7 @@ Letters: T rows of a document, S draft steps, V target vocab.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from eyas.evaluate.decode import Decoded, DecodeTimes, Prompt, batches, decode_b
 from eyas.evaluate.documents import walk_document
 from eyas.evaluate.report import HeldOut, acceptance_report, agreement_of_rounds, held_out
 from eyas.evaluate.summary import WalkedDocument
+from eyas.evaluate.worst import DecodeText, worst_documents
 from eyas.shards.reader import ShardReader, StoredStates
 from eyas.target.load import TargetEnds
 
@@ -49,6 +51,7 @@ def judge(
     target: TargetIdentity,
     load_target: Callable[[], Any],
     config: EvaluateConfig,
+    decode_text: DecodeText | None = None,
 ) -> tuple[AcceptanceReport, dict[str, Any]]:
     """Evaluate one checkpoint.
 
@@ -61,6 +64,7 @@ def judge(
         target: Identity of the target.
         load_target: Loads the target for decoding; called once.
         config: Chain length, limits, dtype and seed.
+        decode_text: Ids to text, to show the documents of lowest tau; without it none are shown.
 
     Returns:
         The record, and facts for the run record (times, agreement of walk and real rounds).
@@ -93,6 +97,8 @@ def judge(
         },
         "rounds": agreement_of_rounds(walked, decoded, first_answers),
     }
+    if decode_text is not None:
+        result = dataclasses.replace(result, worst=worst_documents(walked, reader, decode_text))
     return result, facts
 
 
