@@ -176,7 +176,6 @@ bench-faults: $(READY) ## A real SGLang made to fail in nine ways, every byte co
 	eyas bench faults $(JSON_FLAG)
 parity: $(READY) ## Engines beside transformers in float32: ENGINES=hf,sglang (ARGS='--samples 64' JSON=1); reports/parity.json
 	@eyas parity $(JSON_FLAG) $(call option,engines,ENGINES) $(ARGS)
-
 serve-bench: $(READY) ## A real SGLang with the exported drafter: tau, tokens/s, equality; reports/serve.json; SETS='human_eval gsm8k=FILE' ARGS='--dtype float32'
 	@eyas serve-bench $(JSON_FLAG) $(call option,sets,SETS) $(ARGS)
 
