@@ -84,7 +84,7 @@ else
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary experiments doctor verify repair \
 	budget generations retire keep gc-plan gc adopt train-from export-states import-states check-export import-drafter bench-store \
-	bench-gc bench-train bench-train-quality bench-capture bench-faults parity check test test-slow test-gpu test-kernels test-sglang \
+	bench-gc bench-train bench-train-quality bench-capture bench-faults parity serve-bench check test test-slow test-gpu test-kernels test-sglang \
 	test-vllm setup-sglang setup-vllm lock clean pins image image-check shell
 
 help: ## List the targets
@@ -176,6 +176,8 @@ bench-faults: $(READY) ## A real SGLang made to fail in nine ways, every byte co
 	eyas bench faults $(JSON_FLAG)
 parity: $(READY) ## Engines beside transformers in float32: ENGINES=hf,sglang (ARGS='--samples 64' JSON=1); reports/parity.json
 	@eyas parity $(JSON_FLAG) $(call option,engines,ENGINES) $(ARGS)
+serve-bench: $(READY) ## A real SGLang with the exported drafter: tau, tokens/s, equality; reports/serve.json; SETS='human_eval gsm8k=FILE' ARGS='--dtype float32'
+	@eyas serve-bench $(JSON_FLAG) $(call option,sets,SETS) $(ARGS)
 
 ##@ Container (any pipeline target in the pinned image: IN_CONTAINER=1)
 pins: ## What images are built from, each by digest

@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parity = _add(commands, "parity", run.parity, "engines beside transformers in float32; writes reports/parity.json")
     parity.add_argument("--engines", default="hf,sglang", help="of hf, sglang, vllm, with commas (%(default)s)")
     parity.add_argument("--samples", type=int, default=64, help="prompts of 10 to 1,500 tokens (%(default)s)")
+    _add_serve(commands)
     smoke = _add(commands, "smoke", run.smoke, "run the whole pipeline at small size in a scratch copy")
     smoke.add_argument("--folder", type=Path, default=Path(".eyas/smoke"), help="the copy (default: %(default)s)")
     reproduce = _add(commands, "reproduce", run.reproduce, "run small twice from nothing and compare every hash")
@@ -117,6 +118,25 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=device_help)
     bench.add_argument("--seeds", type=int, default=3, help="of train-quality: drafters of each trainer (%(default)s)")
     bench.add_argument("--jobs", type=int, default=1, help="of train-quality: peers side by side (%(default)s)")
+
+
+def _add_serve(commands: argparse._SubParsersAction) -> None:
+    serve = _add(
+        commands, "serve-bench", run.serve_bench, "a real server with the exported drafter; writes reports/serve.json"
+    )
+    serve.add_argument(
+        "--sets",
+        default="human_eval",
+        help="prompt sets with spaces between: human_eval, held_out, or NAME=FILE of alpaca, gsm8k, math500, mt_bench, "
+        "speed_bench, each in its public layout (%(default)s)",
+    )
+    serve.add_argument("--batch-sizes", type=_numbers, default=(1, 8, 16), help="requests at a time (1,8,16)")
+    serve.add_argument(
+        "--num-prompts", type=int, default=16, help="of each set, evenly spaced; 0 takes all (%(default)s)"
+    )
+    serve.add_argument("--max-new-tokens", type=int, default=128, help="of each answer (%(default)s)")
+    serve.add_argument("--chain-length", type=int, default=3, help="drafts of a round, no tree (%(default)s)")
+    serve.add_argument("--dtype", default="", help="of the server, bfloat16 or float32 (default: evaluate.dtype)")
 
 
 def _add_exchange(commands: argparse._SubParsersAction) -> None:
@@ -189,6 +209,14 @@ def _boundaries(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}, expected layer numbers like 2,15,27") from None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Numbers with commas between."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected numbers like 1,8,16") from None
 
 
 def _add(commands: argparse._SubParsersAction, name: str, run: object, text: str) -> argparse.ArgumentParser:

@@ -241,6 +241,23 @@ def parity(arguments: argparse.Namespace) -> int:
     return 0 if figures["right"] else 1
 
 
+def serve_bench(arguments: argparse.Namespace) -> int:
+    from eyas.ops.serve.figures import table
+    from eyas.ops.serve.run import ServeRequest, serve_bench
+
+    request = ServeRequest(
+        sets=tuple(arguments.sets.split()),
+        batch_sizes=arguments.batch_sizes,
+        num_prompts=arguments.num_prompts,
+        max_new_tokens=arguments.max_new_tokens,
+        chain_length=arguments.chain_length,
+        dtype=arguments.dtype,
+    )
+    figures = serve_bench(Path(), request)
+    console.emit(canonical_json(figures) if arguments.json else table(figures))
+    return 0
+
+
 def reproduce(arguments: argparse.Namespace) -> int:
     from eyas.ops.reproduce import reproduce
 

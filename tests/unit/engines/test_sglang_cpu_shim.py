@@ -45,6 +45,11 @@ def test_imports(code: str, expected: str) -> None:
     assert run(code) == expected
 
 
+def test_a_kernel_that_moves_integers_is_torch() -> None:
+    code = "from sgl_kernel import fill_bonus_tokens_cpu as f; print(f.__module__)"
+    assert run(code) == "eyas_cpu_kernels"
+
+
 def test_a_call_into_a_kernel_raises() -> None:
     with pytest.raises(AssertionError, match=r"NotImplementedError: sgl_kernel\.rmsnorm was called"):
         run("import sgl_kernel; sgl_kernel.rmsnorm(1)")

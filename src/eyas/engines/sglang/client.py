@@ -34,6 +34,8 @@ class Reply:
     output_ids: tuple[int, ...] = ()
     finish: Mapping[str, Any] | None = None
     """``finish_reason`` as the server says it."""
+    num_verifications: int = 0
+    """Forwards of the target that checked drafts, as the server counts them; 0 without a drafter."""
 
 
 class Client:
@@ -160,6 +162,7 @@ def classify(status: int, text: bytes) -> Reply:
             cached_tokens=int(meta.get("cached_tokens") or 0),
             output_ids=tuple(plain.get("output_ids") or ()),
             finish=finish,
+            num_verifications=int(meta.get("spec_verify_ct") or 0),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return Reply(kind="unusable", message=f"{text[:300]!r} is no answer of SGLang's /generate")

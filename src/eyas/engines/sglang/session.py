@@ -67,6 +67,8 @@ class Wanted:
     """Of sglang."""
     options: dict[str, str | int]
     trust_remote_code: bool = False
+    drafting: tuple[str, ...] = ()
+    """``versions.drafting_arguments`` of a server that drafts; such a one captures nothing."""
 
     @property
     def layout(self) -> wire.Layout:
@@ -107,7 +109,11 @@ def command(wanted: Wanted, python: str, port: int, num_tokens: int = 0, capabil
             attention_backend=None if attention is None else str(attention),
             max_total_tokens=max(CPU_POOL_TOKENS, num_tokens + 1024) if wanted.device == "cpu" else None,
             decode=not wanted.boundaries,
-            further=[*(["--trust-remote-code"] if wanted.trust_remote_code else []), *preflight.more_arguments()],
+            further=[
+                *(["--trust-remote-code"] if wanted.trust_remote_code else []),
+                *wanted.drafting,
+                *preflight.more_arguments(),
+            ],
             **numbers,
         ),
     )

@@ -98,6 +98,20 @@ def server_arguments(version: str, options: ServerOptions) -> list[str]:
     return [*arguments, *options.further]
 
 
+def drafting_arguments(drafter: str, chain_length: int) -> list[str]:
+    """Arguments that let a server draft chains with an EAGLE-3 drafter; the same in both versions.
+
+    Args:
+        drafter: Folder in SGLang's form.
+        chain_length: Drafts of a round.
+    """
+    return [
+        *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", drafter),
+        *("--speculative-num-steps", str(chain_length), "--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", str(chain_length + 1)),
+    ]
+
+
 CPU_MODELS = "eyas_cpu_models"
 """Model package beside the CPU shim: the files that run without Triton."""
 

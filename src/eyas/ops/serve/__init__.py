@@ -1,0 +1,1 @@
+"""The server benchmark: what a real server makes of the exported drafter."""
