@@ -34,11 +34,14 @@ from eyas.contracts.data import (
 )
 from eyas.contracts.drafter import (
     AcceptanceReport,
+    ChainAcceptance,
     CheckpointMeta,
     DecodeCheck,
     DrafterShape,
     ExportMeta,
+    ModeCheck,
     RopeScaling,
+    SampledAcceptance,
     SetAcceptance,
 )
 
@@ -51,6 +54,7 @@ __all__ = [
     "Answer",
     "CaptureIdentity",
     "CapturePlan",
+    "ChainAcceptance",
     "CheckpointMeta",
     "Conversation",
     "DecodeCheck",
@@ -62,9 +66,11 @@ __all__ = [
     "FinalHidden",
     "FinalNorm",
     "LastRows",
+    "ModeCheck",
     "PlannedSample",
     "PlannedShard",
     "RopeScaling",
+    "SampledAcceptance",
     "SetAcceptance",
     "ShardEntry",
     "ShardManifest",
