@@ -63,17 +63,21 @@ def measure(decoder: BlockDecoder, drafter: Drafter, prompts: Sequence[Prompt], 
     blocks = {J: torch.ones(B, J, dtype=torch.long) for J in (1, *(length + 1 for length in lengths))}
     aux_BPAD = prefill.aux_RPAD
     chain.extend(aux_BPAD, torch.ones(aux_BPAD.shape[:2], dtype=torch.long), torch.zeros_like(start_B), start_B)
-    draft_s = _median_s(decoder, chain.draft) / lengths[-1]
-    check_s = {J - 1: _median_s(decoder, lambda ids=ids: decoder.forward(ids, start_B)) for J, ids in blocks.items()}
     aux_BJAD = aux_BPAD[:, :1].expand(-1, lengths[-1] + 1, -1, -1)
-    extend_s = {
-        length: _median_s(
-            decoder,
-            lambda J=length + 1: chain.extend(aux_BJAD[:, :J], blocks[J], start_B, torch.full_like(start_B, J)),
+    parts: dict[tuple[str, int], Callable[[], object]] = {("draft", 0): chain.draft}
+    for J, ids_BJ in blocks.items():
+        parts["check", J - 1] = lambda ids_BJ=ids_BJ: decoder.forward(ids_BJ, start_B)
+        parts["extend", J - 1] = lambda ids_BJ=ids_BJ, J=J: chain.extend(
+            aux_BJAD[:, :J], ids_BJ, start_B, torch.full_like(start_B, J)
         )
-        for length in lengths
-    }
-    return RoundCosts(B, check_s.pop(0), draft_s, check_s, extend_s)
+    medians = _medians_s(decoder, parts)
+    return RoundCosts(
+        batch_size=B,
+        plain_s=medians["check", 0],
+        draft_s=medians["draft", 0] / lengths[-1],
+        check_s={length: medians["check", length] for length in lengths},
+        extend_s={length: medians["extend", length] for length in lengths},
+    )
 
 
 def predictions(costs: RoundCosts, taus: Mapping[int, float]) -> dict[str, float]:
@@ -81,13 +85,17 @@ def predictions(costs: RoundCosts, taus: Mapping[int, float]) -> dict[str, float
     return {str(s): round(costs.speedup(s, tau), 3) for s, tau in sorted(taus.items()) if s in costs.check_s}
 
 
-def _median_s(decoder: BlockDecoder, act: Callable[[], object]) -> float:
-    act()  # the first of a shape prepares kernels
-    seconds = []
-    for _ in range(NUM_REPEATS):
-        decoder.settle()
-        started_s = time.perf_counter()
-        act()
-        decoder.settle()
-        seconds.append(time.perf_counter() - started_s)
-    return statistics.median(seconds)
+def _medians_s(
+    decoder: BlockDecoder, parts: Mapping[tuple[str, int], Callable[[], object]]
+) -> dict[tuple[str, int], float]:
+    """Median seconds of each; in turn, so that what else the machine does meets all alike."""
+    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in parts}
+    for repeat in range(NUM_REPEATS + 1):
+        for key, act in parts.items():
+            decoder.settle()
+            started_s = time.perf_counter()
+            act()
+            decoder.settle()
+            if repeat:  # the first of a shape prepares kernels
+                seconds[key].append(time.perf_counter() - started_s)
+    return {key: statistics.median(values) for key, values in seconds.items()}
