@@ -43,9 +43,7 @@ class DraftState:
         num_places: Keys of the running round, kept behind the L places so that nothing is copied per step.
     """
 
-    def __init__(
-        self, drafter: Drafter, chain_length: int, batch_size: int, max_length: int, num_places: int
-    ) -> None:
+    def __init__(self, drafter: Drafter, chain_length: int, batch_size: int, max_length: int, num_places: int) -> None:
         shape, weight = drafter.shape, drafter.fc.weight
         size = (batch_size, shape.num_key_value_heads, max_length + num_places, shape.head_dim)
         self._keys_BGXK, self._values_BGXK = weight.new_zeros(size), weight.new_zeros(size)
@@ -111,9 +109,7 @@ class DraftState:
         (B, Q, X), G = mask_BQX.shape, self._keys_BGXK.shape[1]
         query_BGqK = q_RHK.view(B, Q, G, H // G, K).transpose(1, 2).reshape(B, G, Q * (H // G), K)
         mask_B1qX = mask_BQX[:, None, :, None].expand(B, 1, Q, H // G, X).reshape(B, 1, -1, X)
-        mixed_BGqK = F.scaled_dot_product_attention(
-            query_BGqK, self._keys_BGXK, self._values_BGXK, attn_mask=mask_B1qX
-        )
+        mixed_BGqK = F.scaled_dot_product_attention(query_BGqK, self._keys_BGXK, self._values_BGXK, attn_mask=mask_B1qX)
         return mixed_BGqK.view(B, G, Q, H // G, K).transpose(1, 2).reshape(R, H, K)
 
 

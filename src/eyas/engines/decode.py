@@ -193,7 +193,6 @@ class _BlockCache(Cache):
         for layer in self._blocks:
             layer.row_R1, layer.position_RJ, layer.attended = row_R[:, None], position_RJ, attended
 
-
     def move(self, from_BA: torch.Tensor, to_BA: torch.Tensor) -> None:
         """Copy keys and values of all rows between positions."""
         for layer in self._blocks:

@@ -112,7 +112,9 @@ class Compared:
         for suffix, (tokens, seconds) in self.plain.items():
             costs, plain = self.costs[suffix], tokens / max(seconds, 1e-9)
             entry: dict[str, Any] = {"batch_size": costs.batch_size, "plain_tokens_per_s": round(plain, 1)}
-            for mode in sorted({m for modes in self.sums.values() for m in modes if m.endswith(SINGLE) == bool(suffix)}):
+            for mode in sorted(
+                {m for modes in self.sums.values() for m in modes if m.endswith(SINGLE) == bool(suffix)}
+            ):
                 own = [modes[mode] for modes in self.sums.values() if mode in modes]
                 rate = sum(s.num_tokens for s in own) / max(sum(s.seconds for s in own), 1e-9)
                 sizes = [n for s in own for d in s.decoded for n in d.round_sizes]

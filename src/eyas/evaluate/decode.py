@@ -254,9 +254,7 @@ def _prompt_rows(
     return next_ids_BP, torch.zeros(len(prompts), dtype=torch.long), torch.tensor([len(ids) for ids in prompts])
 
 
-def _plain(
-    decoder: BlockDecoder, rows: Rows, rivals: Sequence[Sequence[int]], block: int
-) -> list[list[float]]:
+def _plain(decoder: BlockDecoder, rows: Rows, rivals: Sequence[Sequence[int]], block: int) -> list[list[float]]:
     """Plain greedy decoding, and per token the logit gap to the other side's token at that place."""
     gaps: list[list[float]] = [[0.0] for _ in rivals]
     while live := rows.live:

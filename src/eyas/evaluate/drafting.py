@@ -3,7 +3,7 @@
 The unroll runs on the text itself. That is exact for every round, greedy or sampled: step k is only ever asked when
 the k drafts before it were accepted, so they are the text's own tokens.
 
-Letters: T tokens, R rows of a pack, L teachers, S draft steps, V target vocab, W draft vocab, D target hidden.
+Letters: X tables, T tokens, R rows of a pack, L teachers, S draft steps, V target vocab, W draft vocab, D target hidden.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def draft_and_weigh(
     teacher_T = torch.full((T,), -1)
     teacher_T[teachers_L] = torch.arange(len(teachers_L))
     draft_TS = torch.full((T, num_steps), -1)
-    tables_3TS = torch.zeros(3, T, num_steps, dtype=torch.float64)
+    tables_XTS = torch.zeros(3, T, num_steps, dtype=torch.float64)
     for step, normed_RE in enumerate(unroll(drafter, pack)):
         for begin in range(0, len(normed_RE), CHUNK_ROWS):
             part = slice(begin, min(begin + CHUNK_ROWS, len(normed_RE)))
@@ -97,17 +97,17 @@ def draft_and_weigh(
             p_RW = share_LW[teacher_T[rows_R + step + 1]]
             best_R, values = _weigh(drafter, logits_RW, p_RW, pack.ids_T[rows_R + step + 2], temperature)
             draft_TS[rows_R, step] = drafter.target_ids(best_R)
-            tables_3TS[:, rows_R, step] = values
+            tables_XTS[:, rows_R, step] = values
     covered_T = torch.full((T,), float("nan"), dtype=torch.float64)
     covered_T[teachers_L + 1] = covered_L.double()
-    return _cut(pack, draft_TS, tables_3TS, covered_T)
+    return _cut(pack, draft_TS, tables_XTS, covered_T)
 
 
-def _cut(pack: Pack, draft_TS: torch.Tensor, tables_3TS: torch.Tensor, covered_T: torch.Tensor) -> list[Drafted]:
+def _cut(pack: Pack, draft_TS: torch.Tensor, tables_XTS: torch.Tensor, covered_T: torch.Tensor) -> list[Drafted]:
     drafted = []
     for span in pack.documents:
         own = slice(span.start, span.end)
-        shares = Shares(*(table_TS[own].numpy() for table_TS in tables_3TS), covered_T[own].numpy())
+        shares = Shares(*(table_TS[own].numpy() for table_TS in tables_XTS), covered_T[own].numpy())
         drafted.append(Drafted(draft_TS[own].numpy(), shares))
     return drafted
 

@@ -147,9 +147,7 @@ class GreedyTree:
         places = [len(rows.new[b]) + int(depth) for b in range(B) for depth in depth_BJ[b]]
         keys = [self._keys[b] for b in range(B) for _ in range(J)] if self._keys else []
         choice_BJ = choose_tokens(output.logits_BJV.flatten(0, 1), self._temperature, keys, places).view(B, J)
-        paths = [
-            _accepted_path(*(x_BJ[b].tolist() for x_BJ in (ids_BJ, tree.parent_BJ, choice_BJ))) for b in range(B)
-        ]
+        paths = [_accepted_path(*(x_BJ[b].tolist() for x_BJ in (ids_BJ, tree.parent_BJ, choice_BJ))) for b in range(B)]
         place_BJ = torch.tensor([[0, *path, *range(len(path) + 1, J)] for path in paths])
         decoder.keep(start_B, place_BJ[:, 1 : self._tree.chain_length + 1])
         row_B1, device_BJ = torch.arange(B)[:, None], place_BJ.to(output.last_BJD.device)

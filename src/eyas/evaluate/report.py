@@ -38,9 +38,14 @@ def held_out(samples: Sequence[StoredSample]) -> HeldOut:
     chosen = sorted(greedy or kept, key=lambda s: (s.source, s.sample_id))
     trained = frozenset(s.source for s in samples if s.split == "train")
     if not any(s.source in trained for s in chosen):
+        num_trained = len({s.conversation_id for s in samples if s.split == "train"})
         raise EvaluateError(
-            f"{len(chosen)} held-out documents, none of a set that was trained on ({', '.join(sorted(trained)) or 'none'})",
-            "raise data.held_out_share, then `make repro`",
+            f"{len(chosen)} held-out documents, none of a set that was trained on ({', '.join(sorted(trained)) or 'none'}; "
+            f"{num_trained:,} conversations to train on): nothing could be judged, expected one or more",
+            "raise data.held_out_share, then `make repro`"
+            if num_trained > 1
+            else "add conversations (two that begin differently are needed, one to train on and one to judge), or raise "
+            "data.max_conversations, then `make repro`",
         )
     return HeldOut(tuple(chosen), trained)
 

@@ -124,7 +124,7 @@ def accepted_counts(rounds: Sequence[Round], chain_length: int) -> tuple[int, ..
 
 
 def tau_by_place(documents: Sequence[WalkedDocument]) -> dict[str, float]:
-    """tau of the rounds that begin at places 0 to 31, 32 to 63, 64 to 127, … of their answers, by first place."""
+    """Tau of the rounds that begin at places 0 to 31, 32 to 63, 64 to 127, … of their answers, by first place."""
     groups: dict[int, list[int]] = {}
     for document in documents:
         for one, place in zip(document.rounds, document.places, strict=False):
@@ -133,9 +133,7 @@ def tau_by_place(documents: Sequence[WalkedDocument]) -> dict[str, float]:
     return {str(first): sum(sizes) / len(sizes) for first, sizes in sorted(groups.items())}
 
 
-def summarise_chain(
-    documents: Sequence[WalkedDocument], length: int, num_bootstrap: int, seed: int
-) -> ChainAcceptance:
+def summarise_chain(documents: Sequence[WalkedDocument], length: int, num_bootstrap: int, seed: int) -> ChainAcceptance:
     """Figures of the walk with chains of one length."""
     walked = [d for d in documents if d.rounds]
     rounds = [r for d in walked for r in d.chains[length - 1]]

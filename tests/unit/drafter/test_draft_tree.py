@@ -50,7 +50,9 @@ def chain_log_shares(drafter: Drafter, b: int, path: list[int]) -> torch.Tensor:
     aux_TAD[: row + 1] = aux_BTAD[b, : row + 1]
     pack = pack_documents([Document(ids_T, torch.ones_like(ids_T), aux_TAD, torch.zeros(len(ids_T), D))], len(path) + 1)
     place = pack.rows_R.tolist().index(row)
-    return torch.stack([drafter.logits(normed_RE)[place].detach().log_softmax(-1) for normed_RE in unroll(drafter, pack)])
+    return torch.stack(
+        [drafter.logits(normed_RE)[place].detach().log_softmax(-1) for normed_RE in unroll(drafter, pack)]
+    )
 
 
 @pytest.mark.parametrize(("fc_norm", "norm_output"), [(False, False), (True, True)])
@@ -104,7 +106,13 @@ def test_kept_nodes_hang_together_and_are_the_likeliest() -> None:
 def test_a_node_sees_itself_and_what_is_above_it() -> None:
     parent_BJ = torch.tensor([[0, 0, 0, 1, 3]])
     tree = Tree(torch.zeros(1, 5, dtype=torch.long), parent_BJ, torch.tensor([[0, 1, 1, 2, 3]]))
-    assert [row.nonzero()[:, 0].tolist() for row in tree.seen_BJJ()[0]] == [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4]]
+    assert [row.nonzero()[:, 0].tolist() for row in tree.seen_BJJ()[0]] == [
+        [0],
+        [0, 1],
+        [0, 2],
+        [0, 1, 3],
+        [0, 1, 3, 4],
+    ]
 
 
 def test_draws_invert_the_cumulative_shares() -> None:

@@ -257,7 +257,10 @@ def test_shares_are_those_of_target_and_drafter(target, drafter) -> None:
     row = len(PROMPT) - 1
     chain = DraftChain(drafter, STEPS, 1, 32)
     chain.extend(
-        one.document.aux_TAD[None, : row + 1], one.document.ids_T[None, 1 : row + 2], torch.tensor([0]), torch.tensor([row + 1])
+        one.document.aux_TAD[None, : row + 1],
+        one.document.ids_T[None, 1 : row + 2],
+        torch.tensor([0]),
+        torch.tensor([row + 1]),
     )
     _, q_BSW = chain.draft_sampled(0.8, torch.zeros(1, STEPS, dtype=torch.float64))
     p_V, q_V = next_shares(target, ids[: row + 2], 0.8), torch.zeros(V, dtype=torch.float64)

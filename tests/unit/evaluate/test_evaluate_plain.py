@@ -32,7 +32,9 @@ def test_a_lead_within_rounding_is_a_tie_and_counted() -> None:
 
 @pytest.mark.parametrize(("dtype", "second"), [(torch.bfloat16, 15.4375), (torch.float32, 15.99)])
 def test_a_larger_lead_is_a_fault_and_names_the_place(dtype: torch.dtype, second: float) -> None:
-    with pytest.raises(EvaluateError, match=r"\(tree\) is not lossless: prompt sample-7 .*new token 1: emitted 1, .*is 0"):
+    with pytest.raises(
+        EvaluateError, match=r"\(tree\) is not lossless: prompt sample-7 .*new token 1: emitted 1, .*is 0"
+    ):
         leads(0, 1)(0, 1, torch.tensor([16.0, second, 3.0], dtype=dtype))
 
 
