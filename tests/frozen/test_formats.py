@@ -27,7 +27,14 @@ RECORDS = {
         contracts.PlannedSample,
     ),
     "models/drafter/": (contracts.CheckpointMeta, contracts.DrafterShape),
-    "reports/acceptance.json": (contracts.AcceptanceReport, contracts.SetAcceptance, contracts.DecodeCheck),
+    "reports/acceptance.json": (
+        contracts.AcceptanceReport,
+        contracts.SetAcceptance,
+        contracts.ChainAcceptance,
+        contracts.SampledAcceptance,
+        contracts.DecodeCheck,
+        contracts.ModeCheck,
+    ),
     "models/export/": (contracts.ExportMeta,),
     ".eyas/": (RunState, Best, MetricRow),
 }

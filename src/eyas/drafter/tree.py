@@ -51,8 +51,12 @@ class _Candidates:
     depth_C: torch.Tensor
 
     def plus(self, other: _Candidates) -> _Candidates:
-        pairs = [(self.score_BC, other.score_BC), (self.ids_BC, other.ids_BC), (self.parent_BC, other.parent_BC)]
-        return _Candidates(*(torch.cat(pair, 1) for pair in pairs), torch.cat([self.depth_C, other.depth_C]))
+        return _Candidates(
+            torch.cat([self.score_BC, other.score_BC], 1),
+            torch.cat([self.ids_BC, other.ids_BC], 1),
+            torch.cat([self.parent_BC, other.parent_BC], 1),
+            torch.cat([self.depth_C, other.depth_C]),
+        )
 
 
 class DraftTree(DraftState):

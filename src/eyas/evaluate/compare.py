@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from eyas import console
 from eyas.config import EvaluateConfig
 from eyas.contracts import CheckpointMeta, ModeCheck, TargetIdentity
 from eyas.drafter.chain import DraftChain
@@ -148,7 +149,11 @@ class Comparison:
             EvaluateError: A mode emits what the target does not choose.
         """
         found, config = Compared(), self.config
-        for source in sorted({p.source for p in prompts}):
+        sources = sorted({p.source for p in prompts})
+        counts = [min(config.mode_prompts, sum(p.source == s for p in prompts)) for s in sources]
+        num_prompts = sum(counts) + sum(min(config.single_prompts, count) for count in counts)
+        progress = console.Progress("evaluate compares modes", num_prompts, unit="prompts")
+        for source in sources:
             chosen = [p for p in prompts if p.source == source][: config.mode_prompts]
             for suffix, members, size in (
                 ("", chosen, config.batch_size),
@@ -156,6 +161,8 @@ class Comparison:
             ):
                 for begin in range(0, len(members), size):
                     self._batch(found, source, suffix, members[begin : begin + size])
+                    progress.advance(len(members[begin : begin + size]))
+        progress.close()
         return found
 
     def slack(self) -> int:

@@ -107,7 +107,8 @@ def _cut(pack: Pack, draft_TS: torch.Tensor, tables_XTS: torch.Tensor, covered_T
     drafted = []
     for span in pack.documents:
         own = slice(span.start, span.end)
-        shares = Shares(*(table_TS[own].numpy() for table_TS in tables_XTS), covered_T[own].numpy())
+        overlap_TS, of_draft_TS, of_text_TS = (table_TS[own].numpy() for table_TS in tables_XTS)
+        shares = Shares(overlap_TS, of_draft_TS, of_text_TS, covered_T[own].numpy())
         drafted.append(Drafted(draft_TS[own].numpy(), shares))
     return drafted
 
