@@ -233,9 +233,9 @@ class EvaluateConfig:
     """Children per node and nodes carried on per step of a draft tree, as servers have it; 0 drafts no tree."""
     tree_tokens: int = 16
     """Most tokens of a tree that one forward checks, its root included; depth is the chain length."""
-    mode_prompts: int = 8
+    mode_prompts: int = 4
     """Prompts per set decoded in every mode, timed beside plain decoding of one token a forward; 0 for none."""
-    single_prompts: int = 2
+    single_prompts: int = 1
     """Of these, decoded one at a time as well."""
     num_bootstrap: int = 1000
     seed: int = 0

@@ -157,6 +157,9 @@ class ModeCheck:
     num_tokens: int
     num_rounds: int
     tau: float
+    tau_low: float
+    tau_high: float
+    """95 % bootstrap interval over prompts."""
     accepted: tuple[int, ...]
     num_ties: int
     """Tokens that a forward of one token ranks second, within the rounding of the dtype; 0 at a temperature."""
@@ -193,7 +196,7 @@ class AcceptanceReport:
     tau_by_chain: dict[str, float] = field(default_factory=dict)
     """Headline tau by chain length."""
     tau_sampled: float | None = None
-    """Headline tau when sampling at ``temperature``."""
+    """Of text that was really sampled at ``temperature``, of the headline's sets: expectation by the acceptance rule."""
     temperature: float = 0.0
     modes: dict[str, dict[str, ModeCheck]] = field(default_factory=dict)
     """By prompt set, then ``chain``, ``tree`` and ``sampled``, with ``_single`` for one prompt at a time."""

@@ -28,7 +28,7 @@ from eyas.evaluate.drafting import draft_and_weigh
 from eyas.evaluate.expected import expect
 from eyas.evaluate.modes import GreedyChain, GreedyTree, SampledChain
 from eyas.evaluate.plain import Draws, Leads, decode_plainly, follow, uniform_p_value
-from eyas.evaluate.summary import LONGEST_CHAIN
+from eyas.evaluate.summary import LONGEST_CHAIN, bootstrap
 
 SINGLE = "_single"
 LEAST_P = 1e-6
@@ -46,6 +46,8 @@ class ModeSums:
     num_ties: int = 0
     largest_gap: float = 0.0
     seconds: float = 0.0
+    rival_s: float = 0.0
+    """What plain decoding takes for the same texts in the same batches: its seconds a forward by the forwards they need."""
     expected_rounds: float = 0.0
     draws: list[float] = field(default_factory=list)
 
@@ -60,8 +62,9 @@ class ModeSums:
         sizes = [size for d in self.decoded for size in d.round_sizes]
         return sum(sizes) / len(sizes) if sizes else 1.0
 
-    def check(self, chain_length: int) -> ModeCheck:
+    def check(self, config: EvaluateConfig) -> ModeCheck:
         """The record."""
+        low, high = self._interval(config)
         accepted = [a for d in self.decoded for a in d.round_accepted]
         num_emitted = sum(sum(d.round_sizes) for d in self.decoded)
         return ModeCheck(
@@ -72,12 +75,18 @@ class ModeSums:
             num_tokens=self.num_tokens,
             num_rounds=len(accepted),
             tau=self.tau,
-            accepted=tuple(accepted.count(a) for a in range(chain_length + 1)),
+            tau_low=low,
+            tau_high=high,
+            accepted=tuple(accepted.count(a) for a in range(config.chain_length + 1)),
             num_ties=self.num_ties,
             largest_gap=self.largest_gap,
             tau_expected=num_emitted / self.expected_rounds if self.expected_rounds else None,
             p_value=uniform_p_value(self.draws) if self.temperature else None,
         )
+
+    def _interval(self, config: EvaluateConfig) -> tuple[float, float]:
+        pairs = [(float(sum(d.round_sizes)), float(len(d.round_sizes))) for d in self.decoded if d.round_sizes]
+        return bootstrap(pairs, config.num_bootstrap, config.seed) if pairs else (1.0, 1.0)
 
 
 @dataclass(slots=True)
@@ -85,18 +94,18 @@ class Compared:
     """Checks by prompt set and mode, and what was measured."""
 
     sums: dict[str, dict[str, ModeSums]] = field(default_factory=dict)
-    plain: dict[str, list[float]] = field(default_factory=dict)
+    plain: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Tokens and seconds of plain decoding, by suffix of the mode."""
     costs: dict[str, RoundCosts] = field(default_factory=dict)
     """By suffix of the mode: of its first batch."""
 
-    def checks(self, chain_length: int) -> dict[str, dict[str, ModeCheck]]:
+    def checks(self, config: EvaluateConfig) -> dict[str, dict[str, ModeCheck]]:
         """The records.
 
         Raises:
             EvaluateError: Sampled text is not of the target's distribution.
         """
-        found = {s: {m: sums.check(chain_length) for m, sums in modes.items()} for s, modes in self.sums.items()}
+        found = {s: {m: sums.check(config) for m, sums in modes.items()} for s, modes in self.sums.items()}
         for source, modes in found.items():
             for mode, check in modes.items():
                 if check.p_value is not None and check.p_value < LEAST_P:
@@ -120,7 +129,8 @@ class Compared:
                 rate = sum(s.num_tokens for s in own) / max(sum(s.seconds for s in own), 1e-9)
                 sizes = [n for s in own for d in s.decoded for n in d.round_sizes]
                 tau = sum(sizes) / max(len(sizes), 1)
-                entry[mode] = {"tokens_per_s": round(rate, 1), "speedup": round(rate / plain, 3), "tau": round(tau, 3)}
+                speedup = sum(s.rival_s for s in own) / max(sum(s.seconds for s in own), 1e-9)
+                entry[mode] = {"tokens_per_s": round(rate, 1), "speedup": round(speedup, 3), "tau": round(tau, 3)}
                 if not mode.startswith("tree"):
                     entry[mode]["predicted_speedup"] = round(costs.speedup(chain_length, tau), 3)
             found["single" if suffix else "batch"] = entry
@@ -177,8 +187,9 @@ class Comparison:
         if suffix not in found.costs:
             found.costs[suffix] = measure(decoder, self.drafter, prompts, self.config.chain_length)
         plain, seconds = decode_plainly(bare, prompts, self.config.max_new_tokens, self.target.eos_token_ids)
-        totals = found.plain.setdefault(suffix, [0, 0.0])
-        totals[0], totals[1] = totals[0] + sum(map(len, plain)), totals[1] + seconds
+        before = found.plain.get(suffix, (0, 0.0))
+        found.plain[suffix] = before[0] + sum(map(len, plain)), before[1] + seconds
+        plain_forward_s = seconds / max(max(map(len, plain)) - 1, 1)
         for name, make in self._modes().items():
             temperature = self.config.temperature if name == "sampled" else 0.0
             modes = found.sums.setdefault(source, {})
@@ -188,6 +199,7 @@ class Comparison:
             prefill = decoder.prefill([p.ids for p in prompts])
             decoded, seconds = speculate(decoder, make(len(prompts), length, keys), rows, prefill, keys)
             sums.seconds += seconds
+            sums.rival_s += plain_forward_s * (max(len(d.ids) for d in decoded) - 1)
             self._judge(sums, name + suffix, bare, decoded, plain)
             sums.decoded += [d.without_states() for d in decoded]
 

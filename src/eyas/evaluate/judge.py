@@ -83,7 +83,7 @@ def judge(
         walked=walked,
         untrained=baseline,
         decoded=decoded,
-        modes=compared.checks(config.chain_length),
+        modes=compared.checks(config),
         trained_sources=chosen.trained_sources,
         meta=meta,
         config=config,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -97,10 +98,18 @@ def acceptance_report(
         capture_identity=meta.capture_identity,
         seed=config.seed,
         tau_by_chain={length: figures.tau for length, figures in head.chains.items()},
-        tau_sampled=None if head.sampled is None else head.sampled.tau,
+        tau_sampled=tau_of_sampled_text(
+            [modes[s]["sampled"] for s in sorted(trained_sources) if "sampled" in modes.get(s, {})]
+        ),
         temperature=config.temperature,
         modes={source: dict(checks) for source, checks in modes.items()},
     )
+
+
+def tau_of_sampled_text(checks: Sequence[ModeCheck]) -> float | None:
+    """Tokens over expected rounds of all sets; none where nothing was sampled."""
+    pairs = [(c.tau * c.num_rounds, c.tau * c.num_rounds / c.tau_expected) for c in checks if c.tau_expected]
+    return sum(emitted for emitted, _ in pairs) / sum(rounds for _, rounds in pairs) if pairs else None
 
 
 def decode_checks(decoded: Sequence[Decoded]) -> dict[str, DecodeCheck]:
@@ -149,6 +158,37 @@ def table_rows(report: AcceptanceReport) -> list[tuple[str, ...]]:
     """Rows of the printed table, one per prompt set."""
     return [_row(source, figures, report.decode.get(source)) for source, figures in report.sets.items()]
 
+
+def mode_rows(report: AcceptanceReport, facts: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Rows of the table of modes; speed-ups are of all sets together.
+
+    Args:
+        report: The record.
+        facts: See ``compare.Compared.facts``.
+    """
+    speedups = {mode: f"{entry['speedup']:.2f}" for kind in facts.values() for mode, entry in _modes_of(kind).items()}
+    return [
+        (
+            source,
+            mode,
+            f"{check.batch_size}",
+            f"{check.tau:.3f}",
+            f"{check.tau_low:.3f}-{check.tau_high:.3f}",
+            f"{check.num_identical}/{check.num_prompts}" if not check.temperature else "-",
+            f"{check.num_ties}" if not check.temperature else "-",
+            "-" if check.p_value is None else f"{check.p_value:.3f}",
+            speedups[mode],
+        )
+        for source, checks in report.modes.items()
+        for mode, check in checks.items()
+    ]
+
+
+def _modes_of(kind: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
+    return {name: entry for name, entry in kind.items() if isinstance(entry, Mapping)}
+
+
+MODE_HEADERS = ("set", "mode", "batch", "tau", "95 % interval", "as plain", "ties", "p", "speed-up")
 
 TABLE_HEADERS = (
     "set",

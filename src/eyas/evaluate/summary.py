@@ -90,7 +90,12 @@ def ratio_interval(
     for document, rounds in zip(documents, num_rounds, strict=True):
         both = sums.setdefault((document.source, document.conversation or document.sample_id), [0.0, 0.0])
         both[0], both[1] = both[0] + document.num_emitted, both[1] + rounds
-    emitted_N, rounds_N = np.array(list(sums.values())).T
+    return bootstrap([(emitted, rounds) for emitted, rounds in sums.values()], num_bootstrap, seed)
+
+
+def bootstrap(pairs: Sequence[tuple[float, float]], num_bootstrap: int, seed: int) -> tuple[float, float]:
+    """95 % interval of the sum of firsts over the sum of seconds, resampling the pairs; the same every time."""
+    emitted_N, rounds_N = np.array(pairs).T
     drawn_RN = np.random.Generator(np.random.PCG64(seed)).integers(len(rounds_N), size=(num_bootstrap, len(rounds_N)))
     taus_R = emitted_N[drawn_RN].sum(axis=1) / rounds_N[drawn_RN].sum(axis=1)
     low, high = np.percentile(taus_R, INTERVAL_PERCENTILES)

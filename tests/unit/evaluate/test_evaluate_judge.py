@@ -30,7 +30,7 @@ from eyas.errors import EvaluateError
 from eyas.evaluate import drafting
 from eyas.evaluate.judge import judge, read_prompts, walk_group
 from eyas.evaluate.modes import GreedyChain
-from eyas.evaluate.report import held_out
+from eyas.evaluate.report import MODE_HEADERS, held_out, mode_rows
 from eyas.evaluate.summary import summarise
 from eyas.plan.build import build_plan
 from eyas.shards.codecs import make_codec
@@ -296,15 +296,18 @@ def test_sampling_is_judged_beside_greedy(reader, model, drafters, judged) -> No
         assert sampled is not None
         assert sampled.tau == sampled.tau_by_chain[str(CHAIN)]
         assert 1.0 <= sampled.tau_low <= sampled.tau <= sampled.tau_high < CHAIN + 1
-        assert all(0 <= a <= sampled.covered_mass + 0.5 for a in sampled.alpha)
+        assert 0 < sampled.covered_mass < 1
         assert sum(sampled.accepted) == pytest.approx(figures.num_emitted / sampled.tau)
         assert figures.draft_vocab_coverage == pytest.approx(1 - figures.oov_share)
     greedy, _ = run(reader, model, drafters, temperature=0.0)
     assert greedy.tau_sampled is None
     assert {m for modes in greedy.modes.values() for m in modes} == {"chain", "tree", "chain_single", "tree_single"}
     assert greedy.tau == report.tau
+    assert report.tau_sampled == pytest.approx(report.modes["chatterbot"]["sampled"].tau_expected)
     cold, _ = run(reader, model, drafters, temperature=0.01, mode_prompts=0, single_prompts=0)
-    assert cold.tau_sampled == pytest.approx(report.tau, rel=0.02), "next to temperature 0 sampling is greedy"
+    assert cold.tau_sampled is None
+    assert cold.sets["chatterbot"].sampled is not None
+    assert cold.sets["chatterbot"].sampled.tau == pytest.approx(report.tau, rel=0.02), "next to 0 sampling is greedy"
 
 
 def test_every_mode_is_held_against_one_token_a_forward(judged) -> None:
@@ -321,6 +324,9 @@ def test_every_mode_is_held_against_one_token_a_forward(judged) -> None:
             else:
                 assert check.tau_expected is not None
         assert modes["tree"].tau >= modes["chain"].tau
+    rows = mode_rows(report, facts["modes"])
+    assert [row[:2] for row in rows] == [(source, mode) for source, modes in report.modes.items() for mode in modes]
+    assert {len(row) for row in rows} == {len(MODE_HEADERS)}
     assert set(facts["modes"]) == set(facts["costs"]) == {"batch", "single"}
     assert all(float(v) > 0 for v in facts["costs"]["batch"]["predicted_speedup"].values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 
@@ -271,3 +272,14 @@ def test_shares_are_those_of_target_and_drafter(target, drafter) -> None:
     assert drafted.shares.of_text_TS[row, 0] == pytest.approx(min(1.0, float(q_V[token] / p_V[token])), rel=1e-4)
     assert drafted.shares.covered_T[row + 2] == pytest.approx(float(p_V[TARGET_IDS].sum()), rel=1e-4)
     assert drafted.draft_TS[row, 0] == int(q_V.argmax())
+
+
+@pytest.mark.gpu
+def test_modes_run_with_the_target_on_a_gpu(target, drafter) -> None:
+    """The drafter stays where it is; texts are the target's there, greedy and sampled."""
+    device_target, prompts = copy.deepcopy(target).cuda(), some_prompts()
+    tree = DraftTree(drafter, STEPS, 3, 16, len(prompts), length_of(prompts, 12))
+    for prompt, one in zip(prompts, decode(device_target, GreedyTree(tree), prompts, 12), strict=True):
+        assert list(one.ids) == plain_text(target, prompt.ids, 12, 0.0, b"")
+    decoded = sampled(device_target, drafter, 150, 16, 0.8)
+    assert (p_value_of(device_target, decoded) or 0.0) > 1e-3

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from test_evaluate_walk import document
 
+from eyas.config import EvaluateConfig
 from eyas.drafter.walk import Round, walk
 from eyas.errors import EvaluateError
 from eyas.evaluate.compare import Compared, ModeSums
 from eyas.evaluate.cost import RoundCosts, predictions
 from eyas.evaluate.decode import Decoded, Prompt
 from eyas.evaluate.plain import Leads, uniform_p_value
+from eyas.evaluate.report import tau_of_sampled_text
 from eyas.evaluate.summary import accepted_counts, ratio_interval, summarise_chain, tau_by_place
 
 PROMPT = Prompt("sample-7", "chatterbot", (1, 2))
@@ -50,7 +54,7 @@ def test_p_value_is_that_of_the_chi_square_table() -> None:
 def test_a_distribution_that_is_not_the_targets_is_refused() -> None:
     compared = Compared(sums={"chatterbot": {"sampled": ModeSums(1.0, 4, draws=[0.1] * 200)}})
     with pytest.raises(EvaluateError, match=r"speculative sampling \(sampled, chatterbot\) is not lossless"):
-        compared.checks(5)
+        compared.checks(EvaluateConfig())
 
 
 def test_speed_up_follows_from_costs() -> None:
@@ -60,20 +64,33 @@ def test_speed_up_follows_from_costs() -> None:
     assert predictions(costs, {1: 1.0, 4: 3.0, 5: 9.0}) == {"1": round(40 / 48, 3), "4": round(120 / 70, 3)}
 
 
-def test_measured_speed_up_is_tokens_per_second_over_tokens_per_second() -> None:
-    """100 tokens in 2 s of plain decoding, 90 in 1 s of chains: 1.8."""
-    one = Decoded(PROMPT, (0,) * 90, (3,) * 30, (2,) * 30, None)
-    sums = {"chatterbot": {"chain": ModeSums(0.0, 8, decoded=[one], seconds=1.0)}}
+def test_measured_speed_up_is_what_plain_decoding_takes_for_the_same_text() -> None:
+    """90 tokens in 1 s of chains; plain decoding would take 1.8 s for them, and made 100 others in 2 s."""
+    one = Decoded(PROMPT, (0,) * 91, (3,) * 30, (2,) * 30, None)
+    sums = {"chatterbot": {"chain": ModeSums(0.0, 8, decoded=[one], seconds=1.0, rival_s=1.8)}}
     costs = RoundCosts(8, 0.04, 0.002, {5: 0.05}, {5: 0.002})
-    facts = Compared(sums, {"": [100, 2.0]}, {"": costs}).facts(5)
+    facts = Compared(sums, {"": (100, 2.0)}, {"": costs}).facts(5)
+    assert facts["batch"]["plain_tokens_per_s"] == 50.0
     assert facts["batch"]["chain"] == {
-        "tokens_per_s": 90.0,
+        "tokens_per_s": 91.0,
         "speedup": 1.8,
         "tau": 3.0,
         "predicted_speedup": round(3 * 0.04 / (0.052 + 0.01), 3),
     }
-    check = sums["chatterbot"]["chain"].check(5)
-    assert (check.tau, check.accepted, check.p_value) == (3.0, (0, 0, 30, 0, 0, 0), None)
+    check = sums["chatterbot"]["chain"].check(EvaluateConfig())
+    assert (check.tau, check.tau_low, check.tau_high) == (3.0, 3.0, 3.0)
+    assert (check.accepted, check.p_value) == ((0, 0, 30, 0, 0, 0), None)
+
+
+def test_headline_of_sampled_text_pools_rounds() -> None:
+    """60 tokens in 20 expected rounds and 40 in 30: 100 / 50."""
+    check = ModeSums(1.0, 4).check(EvaluateConfig())
+    one, other = (
+        dataclasses.replace(check, num_rounds=rounds, tau=tau, tau_expected=expected)
+        for rounds, tau, expected in ((24, 2.5, 3.0), (32, 1.25, 4 / 3))
+    )
+    assert tau_of_sampled_text([one, other]) == pytest.approx(2.0)
+    assert tau_of_sampled_text([]) is None
 
 
 def test_documents_of_one_conversation_are_resampled_together() -> None:
