@@ -64,7 +64,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary doctor verify repair \
 	budget generations retire keep gc-plan gc adopt train-from export-states import-states bench-store bench-gc \
-	bench-train bench-train-quality bench-faults parity check test test-slow test-kernels test-sglang test-vllm setup-sglang setup-vllm lock clean
+	bench-train bench-train-quality bench-capture bench-faults parity check test test-slow test-kernels test-sglang test-vllm setup-sglang setup-vllm lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-19s %s\n",$$1,$$2}' Makefile
@@ -144,6 +144,8 @@ bench-train: $(READY) ## The trainer beside other trainers on this CPU: speed, m
 	eyas bench train $(ARGS)
 bench-train-quality: $(READY) ## Tau of our drafter and of other trainers' from the same states; hours on a CPU; reports/bench/train_quality.json
 	eyas bench train-quality $(JSON_FLAG) $(ARGS)
+bench-capture: $(READY) ## What capturing costs SGLang on this GPU (ARGS='--device cpu': a tiny model); reports/bench/capture.json
+	python -m eyas.ops.bench.capture --work .eyas/bench/capture $(ARGS)
 bench-faults: $(READY) ## A real SGLang made to fail in nine ways, every byte compared; ten minutes; reports/bench/faults.json
 	eyas bench faults $(JSON_FLAG)
 parity: $(READY) ## Engines beside transformers in float32: ENGINES=hf,sglang (ARGS='--samples 64' JSON=1); reports/parity.json

@@ -202,10 +202,6 @@ def test_a_server_that_cannot_start_says_why(models, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=True,
-    reason="the plugin's socket opens before the server binds its port: the stranger's refusals are listed as a sample's",
-)
 def test_a_port_that_is_taken_meanwhile_is_told(models, tmp_path, monkeypatch):
     """Also when what listens there looks like a healthy server."""
     run = Run(models["llama"], tmp_path)

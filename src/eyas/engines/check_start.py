@@ -140,9 +140,18 @@ def weight_bytes(target: TargetIdentity) -> int:
     return sum(file.size_bytes for file in target.files if file.path.endswith((".safetensors", ".gguf")))
 
 
-def available_bytes() -> int:
-    """Memory that may be taken without swapping."""
+def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that may be taken without swapping: of the machine, or what is left to this container if that is less."""
+    found = []
     with contextlib.suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
-    return 0
+        found.append(1024 * _line(proc / "meminfo", "MemAvailable:"))
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        limit = int((cgroup / "memory.max").read_text())  # the word "max" is no limit
+        used = int((cgroup / "memory.current").read_text()) - _line(cgroup / "memory.stat", "inactive_file")
+        found.append(max(0, limit - used))
+    return min(found, default=0)
+
+
+def _line(path: Path, name: str) -> int:
+    lines = path.read_text().splitlines()
+    return int(next(line for line in lines if line.split()[0] == name).split()[1])

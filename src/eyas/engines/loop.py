@@ -33,7 +33,7 @@ from eyas.contracts import (
 )
 from eyas.engines.base import Engine
 from eyas.engines.calibrate import Head, calibrate, stored_calibration
-from eyas.engines.checks import check_captured
+from eyas.engines.checked import Checks
 from eyas.errors import CaptureError, StoreError
 from eyas.plan.budget import Budget, Done, Need, Ratio, Reclaim, best_ratio
 from eyas.plan.remedies import check_fits
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     import torch
 
 
-CORES_PER_WRITER, MAX_WRITERS = 5, 4
+CORES_PER_WRITER, MAX_WRITERS = 3, 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,10 +256,11 @@ def _capture_shards(run: _Run, watch: Watch) -> None:
                 run.probe(run.engine)
             run.calibration = run.calibration or calibrate(run.plan, run.tokens, run.engine, run.spool, run.head)
             encoder = stack.enter_context(Encoder(make_codec(run.plan.capture.codec, _scales(run))))
+            checks = stack.enter_context(Checks(len(run.plan.capture.boundaries), run.plan.hidden_size))
             num_writers = _num_writers()
             writer = stack.enter_context(ThreadPoolExecutor(num_writers, "shard-writer"))
             for planned in run.left:
-                assembly = _capture_shard(run, planned, encoder, watch, progress)
+                assembly = _capture_shard(run, planned, encoder, checks, watch, progress)
                 _wait(run, num_writers - 1)
                 watch.hand_over(planned)
                 run.pending.append(writer.submit(_store, run, planned.path, assembly, watch))
@@ -277,7 +278,7 @@ def _scales(run: _Run) -> torch.Tensor | None:
 
 
 def _num_writers() -> int:
-    """One of every five cores, four at most: each hashes 0.5 GB/s, and the encoders feed them."""
+    """One for every three cores, six at most: each hashes 0.5 GB/s and then waits for its file to be on the disk."""
     return config.knob("EYAS_WRITE_THREADS", min(MAX_WRITERS, max(1, config.cores() // CORES_PER_WRITER)))
 
 
@@ -307,16 +308,16 @@ def _store(run: _Run, path: str, assembly: ShardAssembly, watch: Watch) -> Finis
 
 
 def _capture_shard(
-    run: _Run, planned: PlannedShard, encoder: Encoder, watch: Watch, progress: console.Progress
+    run: _Run, planned: PlannedShard, encoder: Encoder, checks: Checks, watch: Watch, progress: console.Progress
 ) -> ShardAssembly:
     assembly = ShardAssembly(planned, run.plan.capture, run.plan.hidden_size, run.tokens, encoder, _scales(run))
     for batch in planned.batches:
         _look(run, planned, watch)
         samples = [run.tokens[sample.sample_id] for sample in batch]
-        reasons = _collect(run, samples, assembly)
+        reasons = _collect(run, samples, assembly, checks)
         for sample in (s for s in samples if s.sample_id in reasons):
             console.log(f"extract: once more, alone: {reasons[sample.sample_id]}")
-            again = _collect(run, [sample], assembly)
+            again = _collect(run, [sample], assembly, checks)
             if again:
                 assembly.fail(sample.sample_id, again[sample.sample_id])
         _check_failures(run, assembly)
@@ -337,21 +338,19 @@ def _note(run: _Run) -> str:
     return f"{console.human_bytes(written)} written{ratio}, {free} free"
 
 
-def _collect(run: _Run, samples: Sequence[TokenSample], assembly: ShardAssembly) -> dict[str, str]:
+def _collect(run: _Run, samples: Sequence[TokenSample], assembly: ShardAssembly, checks: Checks) -> dict[str, str]:
     """Capture samples into the assembly; the reason for each that did not get there."""
     wanted = {sample.sample_id: sample for sample in samples}
-    num_aux, hidden_size = len(run.plan.capture.boundaries), run.plan.hidden_size
     reasons: dict[str, str] = {}
     general = "the engine ended without its states"
+
     try:
-        for captured in run.engine.capture(samples):
+        for captured, problem in checks.of(run.engine.capture(samples), wanted):
             if captured.sample_id not in wanted:
                 general = f"the engine answered with sample {captured.sample_id}, which was not asked for"
                 break
-            try:
-                check_captured(captured, wanted[captured.sample_id], num_aux, hidden_size)
-            except CaptureError as error:
-                reasons[captured.sample_id] = error.message
+            if problem:
+                reasons[captured.sample_id] = problem
             else:
                 assembly.add(captured.sample_id, captured.input_ids_T, captured.aux_TAD, captured.last_TD)
     except CaptureError as error:

@@ -40,7 +40,8 @@ class EncodedSample:
 class Encoder:
     """Encodes samples in threads. Memory: ``WAITING_BYTES`` of states, or one sample if that is larger.
 
-    Threads: ``EYAS_ENCODE_THREADS``, by default all cores but one, which is left to md5 and the disk.
+    Threads: ``EYAS_ENCODE_THREADS``, by default five of eight cores: the engine's own processes, md5 and the disk want
+    the others.
 
     Args:
         codec: Of the capture.
@@ -50,7 +51,7 @@ class Encoder:
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
-        num_threads = config.knob("EYAS_ENCODE_THREADS", max(1, config.cores() - 1))
+        num_threads = config.knob("EYAS_ENCODE_THREADS", max(1, config.cores() * 5 // 8))
         self._pool = ThreadPoolExecutor(num_threads, "shard-encoder")
         self._waiting_bytes = 0
         self._room = threading.Condition()

@@ -159,12 +159,16 @@ class Handler(BaseHTTPRequestHandler):
         return
 
     def do_GET(self) -> None:
-        self.answer(200, {})
+        self.answer(200 if self.path == "/health" or self.is_allowed() else 401, {})
+
+    def is_allowed(self) -> bool:
+        key = f"Bearer {arguments.api_key}"
+        return not arguments.api_key or self.headers.get("Authorization") == key
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         rid, ids = body.get("rid"), body.get("input_ids")
-        if self.headers.get("Authorization") != f"Bearer {arguments.api_key}":
+        if not self.is_allowed():
             self.answer(401, {"error": "Unauthorized"})
         elif not ids or strikes("unusable"):
             self.answer(400, {"error": {"message": "Either text, input_ids or input_embeds should be provided."}})

@@ -149,3 +149,21 @@ def test_a_target_too_large_for_a_second_copy_is_judged_by_its_head(ends, target
         check(changed(got, lambda last_TD: last_TD * 2))
     with pytest.raises(CaptureError, match="sample s0"):
         check([dataclasses.replace(got[0], last_TD=got[0].last_TD[1:]), *got[1:]])
+
+
+@pytest.mark.parametrize(
+    ("limit", "current", "expected"),
+    [("max", 5 << 30, 8 << 30), (6 << 30, 5 << 30, 3 << 30), (1 << 40, 5 << 30, 8 << 30), (4 << 30, 7 << 30, 0)],
+)
+def test_memory_is_what_the_container_has_left(tmp_path, limit, current, expected):
+    """8 GiB are free on the machine; of what the container uses 2 GiB are cached files, which give way."""
+    (tmp_path / "meminfo").write_text(f"MemTotal: {16 << 20} kB\nMemAvailable: {8 << 20} kB\n")
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{current}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {2 << 30}\n")
+    assert start.available_bytes(tmp_path, tmp_path) == expected
+
+
+def test_without_a_container_the_machine_decides(tmp_path):
+    (tmp_path / "meminfo").write_text(f"MemAvailable: {8 << 20} kB\n")
+    assert start.available_bytes(tmp_path, tmp_path / "absent") == 8 << 30

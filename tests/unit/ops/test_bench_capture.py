@@ -2,7 +2,7 @@
 
 import pytest
 
-from eyas.ops.bench.capture import SHAPES, flops_per_token, identity, make_samples
+from eyas.ops.bench.capture import SHAPES, ceilings, flops_per_token, identity, make_samples
 
 
 def test_the_products_of_a_llama_of_eight_billion_are_those_of_its_weights():
@@ -26,3 +26,12 @@ def test_samples_fill_the_tokens_and_fit_the_context():
     assert max(lengths) <= shape["max_position_embeddings"] // 2
     assert all(0 <= i < shape["vocab_size"] for sample in samples.values() for i in sample.input_ids)
     assert identity(shape).num_layers == 6
+
+
+def test_the_lowest_rate_of_what_a_stage_needs_bounds_it() -> None:
+    """Of an H200: 774 TFLOP/s for 14.47 GFLOP a token are 53,500 tokens/s, 0.9 GB/s of disk are 42,000."""
+    machine = {"matrix_flop_s": 774e12, "copy_gb_s": 55.0, "encode_gb_s": 2.6, "disk_gb_s": 0.9}
+    found, bound = ceilings(machine, 14.47e9, 32_768, 0.65 * 32_768)
+    assert round(found["matrix"], -2) == 53_500
+    assert round(found["disk"], -3) == 42_000
+    assert bound == {"prefill": "matrix", "capture": "matrix", "store": "disk"}

@@ -69,13 +69,23 @@ class Client:
             thread.start()
 
     def is_healthy(self, timeout_s: float = 5.0) -> bool:
-        """Whether ``/health`` says so."""
+        """Whether ``/health`` says so, and the server is the one that has our key: another may have taken the port."""
+        if self._status("/health", self.headers, timeout_s) != 200:
+            return False
+        if "Authorization" not in self.headers:
+            return True
+        # Health is told to everybody, the models to whoever has the key.
+        with_key, without = (self._status("/v1/models", headers, timeout_s) for headers in (self.headers, {}))
+        return with_key == 200 and without == 401
+
+    def _status(self, path: str, headers: Mapping[str, str], timeout_s: float) -> int:
+        """Of the answer; 0 for none."""
         connection = self._connection(timeout_s)
         try:
-            connection.request("GET", "/health", headers=self.headers)
-            return connection.getresponse().status == 200
+            connection.request("GET", path, headers=dict(headers))
+            return connection.getresponse().status
         except (OSError, http.client.HTTPException):
-            return False
+            return 0
         finally:
             connection.close()
 
@@ -121,6 +131,15 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             return Reply(kind="lost", message=f"{type(error).__name__}: {error}")
+
+
+def is_url(text: str) -> bool:
+    """Whether it names a server: scheme, host, and a port that is none or a number."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def classify(status: int, text: bytes) -> Reply:

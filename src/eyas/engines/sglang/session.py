@@ -25,7 +25,7 @@ from eyas.contracts import TargetIdentity
 from eyas.engines.boundaries import layer_ids
 from eyas.engines.sglang import preflight, versions, wire
 from eyas.engines.sglang.arena import Arena, arena_bytes, free_shm_bytes
-from eyas.engines.sglang.client import Client, Reply
+from eyas.engines.sglang.client import Client, Reply, is_url
 from eyas.engines.sglang.collector import Closed, Link, Pulse
 from eyas.engines.sglang.server import LOGS, PluginFolder, Server, free_port
 from eyas.errors import ServerError
@@ -163,6 +163,8 @@ class Session:
         key = os.environ.get(KEY_VARIABLE, "")
         if not url:
             url, key, socket_path = self._start()
+        elif not is_url(url):
+            raise ServerError(f"{URL_VARIABLE}: {url!r}, expected http://HOST:PORT", f"unset {URL_VARIABLE}")
         elif self.wanted.boundaries and not os.environ.get(wire.SOCKET_VARIABLE):
             raise ServerError(
                 f"{URL_VARIABLE} is {url}, but {wire.SOCKET_VARIABLE} does not name its plugin's socket",

@@ -125,8 +125,13 @@ class Dispatcher:
             self.worker = None
 
     def _running(self) -> Worker:
-        if self.worker is None:
-            self.worker = self._start()
+        while self.worker is None:
+            try:
+                self.worker = self._start()
+            except ServerError as error:
+                if not self._num_restarts:
+                    raise  # the very first one: waiting would change nothing
+                self._pause(error.message, error.hint or "")
         return self.worker
 
     def _admit(self, worker: Worker) -> None:
@@ -219,14 +224,22 @@ class Dispatcher:
             if flight.path is not None:
                 files.remove(flight.path)
             self._once_more(flight.job, f"vLLM's process ended: {ended}")
+        self._pause(f"{ended}; {len(lost)} requests go to a new process", f"the whole log: {log}", tail)
+
+    def _pause(self, what: str, hint: str, tail: str = "") -> None:
+        """Before another worker: count, and wait longer each time.
+
+        Raises:
+            ServerError: It were one too many without a finished request between.
+        """
         self._num_restarts += 1
         if self._num_restarts > MAX_RESTARTS:
             raise ServerError(
-                f"vLLM ended {self._num_restarts} times without one finished request, at last: {ended}\n{tail}",
-                f"the whole log: {log}; finished shards are kept, the same command resumes",
+                f"vLLM ended {self._num_restarts} times without one finished request, at last: {what}\n{tail}".rstrip(),
+                f"{hint}; finished shards are kept, the same command resumes",
             )
         pause_s = min(FIRST_BACKOFF_S * 2 ** (self._num_restarts - 1), MAX_BACKOFF_S)
-        console.log(f"vllm: {ended}; {len(lost)} requests go to a new process in {pause_s:g} s")
+        console.log(f"vllm: {what}; once more in {pause_s:g} s")
         time.sleep(pause_s)
 
 

@@ -57,7 +57,7 @@ class Link:
             data = self._receive() if ready else None
             if data == b"" or os.getppid() != self._parent:
                 if self.folder:
-                    shutil.rmtree(self.folder, ignore_errors=True)
+                    remove_folder(self.folder)
                 end_group()
             *lines, rest = (rest + (data or b"")).split(b"\n")
             for line in lines:
@@ -68,6 +68,16 @@ class Link:
             return self._socket.recv(1 << 20)
         except OSError:
             return b""
+
+
+def remove_folder(folder: str) -> None:
+    """Remove the states that nobody will read; under another name first, so that no writer adds a file meanwhile."""
+    gone = f"{folder}.gone"
+    try:
+        os.rename(folder, gone)
+    except OSError:
+        gone = folder  # it is not ours to rename, or gone already
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def end_group() -> None:

@@ -1,12 +1,12 @@
-"""What capturing costs a real SGLang server: ``python -m eyas.ops.bench.capture``; the answer is JSON.
+"""What capturing costs a real SGLang server: ``python -m eyas.ops.bench.capture``; ``reports/bench/capture.json``.
 
     a random target → server with the plugin → the same samples, in turns:
       prefill   requests of nobody's slot: the server computes, nothing is taken
       capture   states into shared memory, checked, copied out, dropped
       store     the extraction loop: encoded, hashed, fsynced shards on the disk
 
-On a GPU the target has the shape of Llama-3.1-8B, on a CPU a tiny one. The copy to host memory, the matrix rate and the
-disk are measured beside, so that what bounds each stage can be said.
+On a GPU the target has the shape of Llama-3.1-8B, on a CPU a tiny one. The matrix rate, the copy to host memory, encoding
+and the disk are measured beside: each gives a rate that no stage that needs it can pass, the lowest is what bounds it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ from eyas.engines.sglang.engine import SglangEngine
 from eyas.engines.sglang.session import Answered
 from eyas.plan.build import build_plan
 from eyas.plan.identity import engine_version
+from eyas.rows import stored_rows
+from eyas.shards.codecs import make_codec
+from eyas.shards.encode import Encoder
 
 SHAPES = {
     "8b": {
@@ -50,6 +53,8 @@ BOUNDARIES = {"8b": (2, 16, 29), "tiny": (1, 3, 5)}
 LOG_MEAN, LOG_SIGMA = 7.15, 0.6
 """Of the samples' lengths: about 1,500 tokens."""
 COPY_BYTES, DISK_BYTES, DISK_THREADS, MATRIX = 1 << 30, 1 << 30, 4, 8192
+ENCODE_ROWS, ENCODE_SAMPLES = 1500, 20
+REPORT = Path("reports/bench/capture.json")
 
 
 def make_target(folder: Path, shape: dict[str, Any], device: str) -> None:
@@ -196,7 +201,7 @@ def store(
 
 
 def machine_rates(work: Path, device: str) -> dict[str, float]:
-    """Copy to pinned memory and matrix products of the device, and the disk by as many threads as shards are written."""
+    """Copy to pinned memory and matrix products of the device, the disk by a few threads, and encoding by all of them."""
     found: dict[str, float] = {}
     if device == "cuda":
         states = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
@@ -216,7 +221,46 @@ def machine_rates(work: Path, device: str) -> dict[str, float]:
         found["disk_gb_s"] = DISK_THREADS * DISK_BYTES / (time.perf_counter() - begin_s) / 1e9
     for number in range(DISK_THREADS):
         (work / f"disk-{number}").unlink()
+    found["encode_gb_s"] = _encode_rate()
     return found
+
+
+def _encode_rate() -> float:
+    """GB of bf16 states per second through the lossless codec, nothing else running."""
+    states_TAD = torch.randn(ENCODE_ROWS, 4, 4096).bfloat16()
+    rows = stored_rows((1,) * ENCODE_ROWS, "all")
+    begin_s = time.perf_counter()
+    with Encoder(make_codec("blosc2", None)) as encoder:
+        encoded = [encoder.encode(states_TAD[:, :3], states_TAD[:, 3], rows) for _ in range(ENCODE_SAMPLES)]
+        for sample in encoded:
+            for kind in sample.blocks:
+                sample.block(kind)
+    return ENCODE_SAMPLES * states_TAD.nbytes / (time.perf_counter() - begin_s) / 1e9
+
+
+NEEDS = {"prefill": ("matrix",), "capture": ("matrix", "copy"), "store": ("matrix", "copy", "encode", "disk")}
+"""What each stage cannot do without."""
+
+
+def ceilings(
+    machine: dict[str, float], flop: float, payload_bytes: float, stored_bytes: float
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Tokens per second that each part of the machine allows, and the part that bounds each stage.
+
+    Args:
+        machine: As ``machine_rates`` gives it.
+        flop: Of one token's prefill.
+        payload_bytes: A token's states in bf16.
+        stored_bytes: The same on the disk.
+    """
+    found = {"encode": machine["encode_gb_s"] * 1e9 / payload_bytes, "disk": machine["disk_gb_s"] * 1e9 / stored_bytes}
+    if "matrix_flop_s" in machine:
+        found |= {"matrix": machine["matrix_flop_s"] / flop, "copy": machine["copy_gb_s"] * 1e9 / payload_bytes}
+    bound = {}
+    for stage, needs in NEEDS.items():
+        known = [part for part in needs if part in found]
+        bound[stage] = min(known, key=found.__getitem__) if known else "this CPU's products, not measured"
+    return found, bound
 
 
 def _seconds(work: Any, num_times: int = 5) -> float:
@@ -253,7 +297,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     samples = make_samples(args.tokens, shape)
     listed, lengths = list(samples.values()), [len(sample.input_ids) for sample in samples.values()]
     named = dict(pair.split("=", 1) for pair in args.option)
-    options: dict[str, Any] = {name: int(value) if value.lstrip("-").isdecimal() else value for name, value in named.items()}
+    options: dict[str, Any] = {
+        name: int(value) if value.lstrip("-").isdecimal() else value for name, value in named.items()
+    }
     engine = SglangEngine(
         target, target_folder, BOUNDARIES[args.shape], dtype="bfloat16", device=args.device, **options
     )
@@ -290,6 +336,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     found["ratios"] = {mode: found[f"{mode}_tokens_s"] / base for mode in ("capture", "store") if rates[mode]}
     if "matrix_flop_s" in found["machine"]:
         found["prefill_share_of_matrix_rate"] = base * per_token / found["machine"]["matrix_flop_s"]
+    payload = 2.0 * (len(BOUNDARIES[args.shape]) + 1) * shape["hidden_size"]
+    stored_bytes = payload * found.get("stored_share", 1.0)
+    found["ceilings_tokens_s"], found["bound"] = ceilings(found["machine"], per_token, payload, stored_bytes)
     return found | {
         "shape": args.shape, "tokens": sum(lengths), "samples": len(lengths), "flop_per_token": per_token,
         "options": options, "codec": args.codec, "engine": engine_version("sglang"), "cores": config.cores(),
@@ -304,7 +353,7 @@ def _say(values: dict[str, Any]) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="8b")
+    parser.add_argument("--shape", choices=tuple(SHAPES), help="default: 8b on cuda, tiny on cpu")
     parser.add_argument("--tokens", type=int, default=600_000)
     parser.add_argument("--warm", type=int, default=40, help="samples that warm the server up")
     parser.add_argument("--modes", default="prefill,capture,store,prefill,capture,store,prefill")
@@ -312,8 +361,13 @@ def main() -> None:
     parser.add_argument("--shard-bytes", type=int, default=256 << 20)
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="engine option")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--work", type=Path, required=True, help="folder on the disk to measure; 20 GB for 8b")
-    sys.stdout.write(json.dumps(measure(parser.parse_args()), indent=1) + "\n")
+    parser.add_argument("--work", type=Path, required=True, help="folder on the disk to measure; 35 GB for 8b")
+    args = parser.parse_args()
+    args.shape = args.shape or ("8b" if args.device == "cuda" else "tiny")
+    found = measure(args)
+    known = fs.read_json(REPORT) if REPORT.exists() else {}
+    fs.write_text(REPORT, json.dumps(known | {args.device: found}, indent=2, sort_keys=True) + "\n")
+    sys.stdout.write(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
