@@ -26,7 +26,7 @@ from eyas.drafter.rows import Document
 from eyas.drafter.walk import spans, walk
 from eyas.engines.decode import BlockDecoder
 from eyas.errors import EvaluateError
-from eyas.evaluate.compare import Comparison
+from eyas.evaluate.compare import Compared, Comparison
 from eyas.evaluate.cost import predictions
 from eyas.evaluate.decode import Decoded, DecodeTimes, Prompt, batches, decode_batch
 from eyas.evaluate.documents import walk_document
@@ -89,7 +89,14 @@ def judge(
         config=config,
     )
     first_answers = {prompt.sample_id: answer for prompt, answer in zip(prompts, answers, strict=True)}
-    facts = {
+    rounds = agreement_of_rounds(walked, decoded, first_answers)
+    return result, _facts(result, times, compared, config) | {"rounds": rounds}
+
+
+def _facts(result: AcceptanceReport, times: DecodeTimes, compared: Compared, config: EvaluateConfig) -> dict[str, Any]:
+    """What was measured on this machine."""
+    taus = {int(length): tau for length, tau in result.tau_by_chain.items()}
+    return {
         "decode": {
             "num_tokens": times.num_tokens,
             "speculative_s": round(times.speculative_s, 3),
@@ -97,15 +104,12 @@ def judge(
             "speculative_tokens_per_s": round(times.num_tokens / max(times.speculative_s, 1e-9), 1),
             "plain_tokens_per_s": round(times.num_tokens / max(times.plain_s, 1e-9), 1),
         },
-        "rounds": agreement_of_rounds(walked, decoded, first_answers),
         "modes": compared.facts(config.chain_length),
         "costs": {
-            "single" if suffix else "batch": dataclasses.asdict(costs)
-            | {"predicted_speedup": predictions(costs, {int(s): t for s, t in result.tau_by_chain.items()})}
+            "single" if suffix else "batch": dataclasses.asdict(costs) | {"predicted_speedup": predictions(costs, taus)}
             for suffix, costs in compared.costs.items()
         },
     }
-    return result, facts
 
 
 def _check_belong_together(meta: CheckpointMeta, reader: ShardReader, target: TargetIdentity) -> None:
