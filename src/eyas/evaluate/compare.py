@@ -139,16 +139,15 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Everything that decoding in modes needs.
-
-    Args of the run: the target, the drafter, the head in the target's dtype, and the settings.
-    """
+    """Everything that decoding in modes needs."""
 
     model: Any
+    """The target, loaded."""
     drafter: Drafter
     meta: CheckpointMeta
     target: TargetIdentity
     head_VD: torch.Tensor
+    """The target's head, in the dtype the target runs it in."""
     config: EvaluateConfig
 
     @torch.inference_mode()

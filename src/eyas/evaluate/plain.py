@@ -93,8 +93,7 @@ class Leads:
         Raises:
             EvaluateError: Another token leads by more than rounding explains.
         """
-        token, logits_V = self._answers[row][place], logits_V.detach()
-        best = int(logits_V.argmax())
+        token, best = self._answers[row][place], int(logits_V.argmax())
         gap = float(logits_V[best].float() - logits_V[token].float())
         if gap <= 0:
             return
