@@ -62,7 +62,8 @@ def main(argv: Sequence[str]) -> None:
         f"held out: tau {result.tau:.3f} (bonus included, chain of {result.chain_length}; "
         f"{'none' if result.tau_loop_free is None else f'{result.tau_loop_free:.3f}'} without loops), "
         f"untrained {result.tau_untrained:.3f}; speculative output equals plain greedy for all "
-        f"{sum(c.num_prompts for c in result.decode.values())} prompts"
+        f"{sum(c.num_prompts for c in result.decode.values())} prompts, and the walk takes its rounds for "
+        f"{sum(c.num_walked_alike for c in result.decode.values())} of them"
     )
 
 
