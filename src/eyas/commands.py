@@ -25,6 +25,19 @@ def params(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def changed(arguments: argparse.Namespace) -> int:
+    from eyas.ops import changed as room
+
+    found = room.changed(Path())
+    if arguments.json:
+        console.emit(canonical_json(found))
+    elif found:
+        console.emit(
+            console.table([(c.stage, c.key, c.before, c.now) for c in found], ("stage", "parameter", "ran with", "now"))
+        )
+    return 0
+
+
 def doctor(arguments: argparse.Namespace) -> int:
     from eyas.ops.doctor import examine
 
@@ -133,6 +146,14 @@ def summary(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def compare(arguments: argparse.Namespace) -> int:
+    from eyas.report.compare import as_text, compare, values
+
+    found = compare(Path(), arguments.revision)
+    console.emit(canonical_json(values(found)) if arguments.json else as_text(found))
+    return 0
+
+
 def generations(arguments: argparse.Namespace) -> int:
     from eyas.ops.generations import as_json, as_text, list_all
 
@@ -170,6 +191,22 @@ def import_states(arguments: argparse.Namespace) -> int:
     report = import_states(Path(), request)
     write_pipeline(Path(), arguments.format, arguments.source, arguments.to, options)
     console.emit(canonical_json(report) if arguments.json else console.table(import_rows(report)))
+    return 0
+
+
+def check_export(arguments: argparse.Namespace) -> int:
+    from eyas.ops.check_export import check_export, checked_rows
+
+    record = check_export(Path(), arguments.folder, arguments.drafter)
+    console.emit(canonical_json(record) if arguments.json else console.table(checked_rows(record)))
+    return 0
+
+
+def import_drafter(arguments: argparse.Namespace) -> int:
+    from eyas.ops.import_drafter import import_drafter, imported_rows
+
+    done = import_drafter(Path(), arguments.source, arguments.to)
+    console.emit(canonical_json(done) if arguments.json else console.table(imported_rows(done, arguments.to)))
     return 0
 
 

@@ -34,6 +34,8 @@ RECORDS = {
         contracts.SampledAcceptance,
         contracts.DecodeCheck,
         contracts.ModeCheck,
+        contracts.WorstDocument,
+        contracts.WorstRound,
     ),
     "models/export/": (contracts.ExportMeta,),
     ".eyas/": (RunState, Best, MetricRow),

@@ -13,6 +13,7 @@ from typing import Any
 
 from eyas.config.checks import DEVICES, require, require_seed
 from eyas.config.engine_options import ENGINES, check_engine_options
+from eyas.config.images import require_pin
 from eyas.config.training import DrafterConfig, TrainConfig
 
 MISSING: Any = "???"
@@ -190,7 +191,7 @@ class ExtractConfig:
     max_prefill_tokens, max_running_requests (1 gives equal bytes each time), tp_size. vllm: attention_backend,
     max_num_batched_tokens, max_num_seqs (likewise), tensor_parallel_size."""
     image: str = ""
-    """Pinned container image by digest; empty outside containers."""
+    """Pinned container image, ``NAME@sha256:…``: another one is refused. Empty: whatever this runs in."""
     max_failed_samples: int = 0
     """More failures than this end the extraction with an error."""
     reserve_bytes: int = 1_000_000_000
@@ -202,6 +203,7 @@ class ExtractConfig:
         """Raise ``ConfigError`` on a value out of range."""
         require(self.engine in ENGINES, "extract.engine", self.engine, " or ".join(ENGINES))
         check_engine_options(self.engine, self.engine_options)
+        require_pin("extract.image", self.image)
         require(self.codec in ("blosc2", "raw", "int8"), "extract.codec", self.codec, "blosc2, raw or int8")
         require(self.last_rows in ("all", "trained"), "extract.last_rows", self.last_rows, "all or trained")
         require(all(b >= 0 for b in self.boundaries), "extract.boundaries", list(self.boundaries), "numbers from 0")
@@ -267,7 +269,9 @@ class ExportConfig:
     dtype: str = "bfloat16"
     target_name: str = ""
     """Name the server knows the target by; written where a format asks for it, never a local path."""
-    revision: int = 1
+    target_licence: str = ""
+    """The hub's identifier of the target's licence, for the model card."""
+    revision: int = 2
 
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""
@@ -277,6 +281,8 @@ class ExportConfig:
         require(self.dtype in ("bfloat16", "float32"), "export.dtype", self.dtype, "bfloat16 or float32")
         local = self.target_name.startswith(("/", ".", "~"))
         require(not local, "export.target_name", self.target_name, "a name, not a local path")
+        word = re.fullmatch(r"[A-Za-z0-9.-]*", self.target_licence) is not None
+        require(word, "export.target_licence", self.target_licence, "an identifier like apache-2.0, or nothing")
 
 
 @dataclass

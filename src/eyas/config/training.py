@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from eyas.config.checks import DEVICES, LOSSES, require, require_seed
+from eyas.config.images import require_pin
 
 OUTPUT = "models/drafter"
 
@@ -95,6 +96,8 @@ class TrainConfig:
     max_damaged_samples: int = 0
     """Samples that may be left out because their states cannot be read; one more ends the run with an error."""
     seed: int = 0
+    image: str = ""
+    """Pinned container image, ``NAME@sha256:…``: another one is refused. Empty: whatever this runs in."""
     revision: int = 4
     """Raise it when the trained bytes change on purpose."""
 
@@ -134,6 +137,7 @@ class TrainConfig:
         require(self.max_grad_norm > 0, "train.max_grad_norm", self.max_grad_norm, "more than 0")
         require(0 <= self.min_lr_share <= 1, "train.min_lr_share", self.min_lr_share, "a share")
         require(self.dtype in ("bfloat16", "float32"), "train.dtype", self.dtype, "bfloat16 or float32")
+        require_pin("train.image", self.image)
         require(self.device in DEVICES, "train.device", self.device, "cpu or cuda")
         inside = not self.warm_start.startswith(("/", "~")) and ".." not in self.warm_start.split("/")
         require(inside, "train.warm_start", self.warm_start, "a folder of the repository, relative to it")

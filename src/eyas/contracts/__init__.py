@@ -43,6 +43,8 @@ from eyas.contracts.drafter import (
     RopeScaling,
     SampledAcceptance,
     SetAcceptance,
+    WorstDocument,
+    WorstRound,
 )
 
 __all__ = [
@@ -79,5 +81,7 @@ __all__ = [
     "TargetIdentity",
     "TokenReport",
     "TokenSample",
+    "WorstDocument",
+    "WorstRound",
     "payload_bytes",
 ]

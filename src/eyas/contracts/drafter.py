@@ -172,6 +172,31 @@ class ModeCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorstRound:
+    """Text that one round emitted."""
+
+    accepted: str
+    """Of the drafter's tokens; empty when the first was wrong."""
+    bonus: str
+    """Of the target's own token; empty where the answer ended before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorstDocument:
+    """A held-out document of low tau: the end of its prompt and its first answer, cut at its rounds."""
+
+    sample_id: str
+    source: str
+    tau: float
+    num_rounds: int
+    loop_share: float
+    prompt: str
+    first: str
+    """The token of the prefill, which is no round's."""
+    rounds: tuple[WorstRound, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceReport:
     """``reports/acceptance.json``."""
 
@@ -200,6 +225,8 @@ class AcceptanceReport:
     temperature: float = 0.0
     modes: dict[str, dict[str, ModeCheck]] = field(default_factory=dict)
     """By prompt set, then ``chain``, ``tree`` and ``sampled``, with ``_single`` for one prompt at a time."""
+    worst: tuple[WorstDocument, ...] = ()
+    """The documents of lowest tau, lowest first."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -215,5 +242,8 @@ class ExportMeta:
     capture_identity: str
     target: str
     max_logit_difference: float
+    """How far rounding to ``dtype`` moves the logits of the float32 weights on a fixed sample."""
     files: tuple[FileDigest, ...] = field(default=())
+    dtype: str = "bfloat16"
+    """Of the weights; d2t is int64, t2d bool."""
     schema_version: int = SCHEMA_VERSION

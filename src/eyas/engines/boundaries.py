@@ -14,8 +14,18 @@ from eyas.errors import PlanError
 
 Spelling = Literal["sglang", "vllm", "output_of_layer"]
 
-SGLANG_AS_IS = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "kimi_vl")
-"""Model types that SGLang runs with its DeepSeek file, which takes ids as they are."""
+SGLANG_AS_IS = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "kimi_k2",
+    "kimi_k25",
+    "kimi_vl",
+)
+"""Model types that SGLang runs with its DeepSeek class, or one with the same rule: ids are taken as they are.
+Read in 0.5.14 and 0.5.23; every other model with EAGLE-3 adds one to each."""
 
 
 def layer_ids(boundaries: Sequence[int], spelling: Spelling, *, model_type: str, num_layers: int) -> tuple[int, ...]:

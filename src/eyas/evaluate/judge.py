@@ -34,6 +34,7 @@ from eyas.evaluate.drafting import draft_and_weigh, draft_documents
 from eyas.evaluate.modes import GreedyChain
 from eyas.evaluate.report import HeldOut, acceptance_report, agreement_of_rounds, held_out
 from eyas.evaluate.summary import LONGEST_CHAIN, WalkedDocument
+from eyas.evaluate.worst import DecodeText, worst_documents
 from eyas.shards.reader import ShardReader, StoredStates
 from eyas.target.load import TargetEnds
 
@@ -51,6 +52,7 @@ def judge(
     target: TargetIdentity,
     load_target: Callable[[], Any],
     config: EvaluateConfig,
+    decode_text: DecodeText | None = None,
 ) -> tuple[AcceptanceReport, dict[str, Any]]:
     """Evaluate one checkpoint.
 
@@ -63,6 +65,7 @@ def judge(
         target: Identity of the target.
         load_target: Loads the target for decoding; called once.
         config: Chain length, limits, dtype and seed.
+        decode_text: Ids to text, to show the documents of lowest tau; without it none are shown.
 
     Returns:
         The record, and facts for the run record (times, agreement of walk and real rounds).
@@ -90,6 +93,8 @@ def judge(
     )
     first_answers = {prompt.sample_id: answer for prompt, answer in zip(prompts, answers, strict=True)}
     rounds = agreement_of_rounds(walked, decoded, first_answers)
+    if decode_text is not None:
+        result = dataclasses.replace(result, worst=worst_documents(walked, reader, decode_text))
     return result, _facts(result, times, compared, config) | {"rounds": rounds}
 
 

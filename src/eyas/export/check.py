@@ -1,7 +1,8 @@
 """The export's own key check: read the written folder back as its server would, and list every fault.
 
-It reads files only; nothing of what was in memory while writing is trusted. Problems come as lines that
-name the key or tensor, so that one run shows all of them.
+It reads files only; nothing of what was in memory while writing is trusted. The config has to be the one that
+the shape gives, key by key, and every tensor the checkpoint's, value by value. Problems come as lines that name
+the key or tensor, so that one run shows all of them.
 
 Letters: V target vocab, W draft vocab.
 """
@@ -19,16 +20,23 @@ from eyas import fs
 from eyas.contracts import DrafterShape
 from eyas.errors import ExportError, StoreError
 from eyas.export import loaders
-from eyas.export.config_json import SGLANG_ARCHITECTURE, VLLM_ARCHITECTURE, layer_config
-from eyas.export.tensors import WEIGHTS_FILE, read_tensors
+from eyas.export.config_json import sglang_config, vllm_config
+from eyas.export.tensors import EMBEDDING, WEIGHTS_FILE, read_tensors
 
 CONFIG_FILE = "config.json"
-ARCHITECTURES = {"sglang": SGLANG_ARCHITECTURE, "vllm": VLLM_ARCHITECTURE}
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+WHOLE = ("rope_parameters", "rope_scaling")
+"""Small dicts that are told as a whole."""
 LOCAL_PATH = re.compile(r"^(/|~|\.{1,2}/|file:|[A-Za-z]:\\)")
 
 
 def read_checked(
-    folder: Path, server: str, shape: DrafterShape, layer_ids: Sequence[int], dtype: str
+    folder: Path,
+    server: str,
+    shape: DrafterShape,
+    layer_ids: Sequence[int],
+    dtype: str,
+    expected: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Tensors of a server's folder, after every check.
 
@@ -38,58 +46,93 @@ def read_checked(
         shape: What was trained.
         layer_ids: The boundaries in this server's spelling.
         dtype: Of the weights.
+        expected: The checkpoint's tensors by this server's names, in ``dtype``; None leaves the values alone.
 
     Raises:
         ExportError: The server would load something else than what was trained; all faults are listed.
     """
-    try:
-        config = fs.read_json(folder / CONFIG_FILE)
-    except StoreError as error:
-        raise ExportError(f"{server}: {error.message}", "`dvc repro --force --single-item export`") from error
-    problems = list(config_problems(server, config, shape, layer_ids))
-    tensors: dict[str, torch.Tensor] = {}
-    if not problems:
-        tensors = read_tensors(folder / WEIGHTS_FILE)
-        problems += tensor_problems(server, config, tensors, dtype)
+    problems, tensors = examine(folder, server, shape, layer_ids, dtype, expected)
     if problems:
-        lines = "\n".join(f"- {problem}" for problem in problems)
-        raise ExportError(f"{server} would not load what was trained:\n{lines}")
+        raise ExportError(f"{server} would not load what was trained:\n{listed(problems)}")
     return tensors
 
 
+def examine(
+    folder: Path,
+    server: str,
+    shape: DrafterShape,
+    layer_ids: Sequence[int],
+    dtype: str,
+    expected: Mapping[str, torch.Tensor] | None = None,
+) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Faults of a server's folder, one line each, and its tensors; arguments as for ``read_checked``."""
+    problems = list(file_problems(folder))
+    try:
+        config = fs.read_json(folder / CONFIG_FILE)
+    except StoreError as error:
+        return [*problems, error.message], {}
+    if not isinstance(config, dict):
+        return [*problems, f"{CONFIG_FILE}: a {type(config).__name__}, expected an object"], {}
+    problems += config_problems(server, config, shape, layer_ids, dtype)
+    try:
+        tensors = read_tensors(folder / WEIGHTS_FILE)
+    except ExportError as error:
+        return [*problems, error.message], {}
+    sizes = loaders.expected_parameters(server, written_config(server, config, shape, layer_ids, dtype))
+    problems += tensor_problems(server, sizes, tensors, dtype)
+    if expected is not None:
+        problems += value_problems(tensors, expected)
+    return problems, tensors
+
+
+def listed(problems: Sequence[str]) -> str:
+    """One line per fault."""
+    return "\n".join(f"- {problem}" for problem in problems)
+
+
+def file_problems(folder: Path) -> Iterator[str]:
+    """Files that a server would load beside the weights: both read every weights file of a folder."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".safetensors", ".bin", ".pt") and path.name != WEIGHTS_FILE:
+            yield f"{path.name}: a second file of weights, the server may load it over the first"
+
+
 def config_problems(
-    server: str, config: Mapping[str, Any], shape: DrafterShape, layer_ids: Sequence[int]
+    server: str, config: Mapping[str, Any], shape: DrafterShape, layer_ids: Sequence[int], dtype: str = "bfloat16"
 ) -> Iterator[str]:
-    """Faults of a ``config.json``, one line each."""
-    if config.get("architectures") != [ARCHITECTURES[server]]:
-        yield f"architectures: {config.get('architectures')}, expected ['{ARCHITECTURES[server]}']"
-    residual = bool(config.get("norm_before_residual"))
-    if residual != shape.norm_before_residual:
-        yield f"norm_before_residual: {str(residual).lower()}, expected {str(shape.norm_before_residual).lower()} as trained"
+    """Faults of a ``config.json``, one line each: whatever is not as eyas writes it for this shape."""
     if server == "vllm" and "speculators_config" not in config:
         yield "speculators_config: missing, the server would take the folder for a plain model"
     found_ids = loaders.written_layer_ids(server, config)
     if found_ids != list(layer_ids):
         used = f"{found_ids}" if found_ids else "its own default [2, n//2, n-3]"
         yield f"layer ids: the engine would use {used}, expected {list(layer_ids)}"
-    layer = loaders.layer_section(server, config)
-    for key, expected in layer_config(shape).items():
-        if layer.get(key) != expected:
-            yield f"{key}: {layer.get(key)!r}, expected {expected!r} as trained"
-    top = {name: getattr(shape, name) for name in ("draft_vocab_size", "fc_norm", "norm_output")}
-    for key, expected in (top | {"tie_word_embeddings": False}).items():
-        if config.get(key) != expected:
-            yield f"{key}: {config.get(key)!r}, expected {expected!r} as trained"
+    for key, text in _differences(config, written_config(server, config, shape, layer_ids, dtype), ""):
+        if not key.endswith(LAYER_IDS) and key not in ("eagle_config", "speculators_config"):  # said above
+            yield f"{key}: {text}"
     for where, text in _strings(config, ""):
         if LOCAL_PATH.match(text):
             yield f"{where}: {text!r} is a path of this machine; the server would try to open it"
 
 
+def written_config(
+    server: str, found: Mapping[str, Any], shape: DrafterShape, layer_ids: Sequence[int], dtype: str
+) -> dict[str, Any]:
+    """The config that eyas writes for this shape; what only names the target is taken over from ``found``."""
+    if server == "sglang":
+        return sglang_config(shape, layer_ids, dtype)
+    written = vllm_config(shape, layer_ids, dtype, "", "")
+    verifier = (found.get("speculators_config") or {}).get("verifier")
+    if isinstance(verifier, Mapping) and set(verifier) == set(written["speculators_config"]["verifier"]):
+        written["speculators_config"]["verifier"] = verifier
+    return written
+
+
 def tensor_problems(
-    server: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], dtype: str
+    server: str, sizes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor], dtype: str
 ) -> Iterator[str]:
-    """Faults of the weights against their config, one line each."""
-    outcome = loaders.simulate_load(server, config, {name: tuple(t.shape) for name, t in tensors.items()})
+    """Faults of the weights against the parameters that the server builds, one line each."""
+    outcome = loaders.simulate_load(server, sizes, {name: tuple(t.shape) for name, t in tensors.items()})
     yield from (f"{name}: the loader would skip it in silence" for name in outcome.skipped)
     yield from (f"{name}: missing, it would keep random values" for name in outcome.missing)
     yield from (f"{text}: wrong shape" for text in outcome.misshapen)
@@ -101,6 +144,23 @@ def tensor_problems(
             yield f"{name}: holds NaN or infinite values"
     if not outcome.missing and not outcome.misshapen and "d2t" in tensors and "t2d" in tensors:
         yield from map_problems(tensors["d2t"], tensors["t2d"])
+
+
+def value_problems(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Tensors of the right name, shape and dtype that are not the checkpoint's, one line each."""
+    for name, wanted in sorted(expected.items()):
+        found = tensors.get(name)
+        if found is None or found.shape != wanted.shape or found.dtype != wanted.dtype or torch.equal(found, wanted):
+            continue
+        share = float((found != wanted).float().mean())
+        if not bool(found.any()):
+            kind = "all zeros"
+        elif torch.equal(found.flatten().sort().values, wanted.flatten().sort().values):
+            kind = "the checkpoint's values in another order"
+        else:
+            kind = "other values"
+        whose = "target's embedding" if name == EMBEDDING else "checkpoint's"
+        yield f"{name}: {kind}: {share:.2%} are not the {whose}"
 
 
 def map_problems(d2t_W: torch.Tensor, t2d_V: torch.Tensor) -> Iterator[str]:
@@ -143,6 +203,18 @@ def refuse_unservable(shape: DrafterShape, servers: Sequence[str]) -> None:
             "would pass over fc, expected at least two boundaries",
             "name more extract.boundaries",
         )
+
+
+def _differences(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> Iterator[tuple[str, str]]:
+    """(dotted key, what is wrong) of every leaf that differs."""
+    for key in sorted(set(found) | set(expected)):
+        name, theirs, ours = f"{where}.{key}".lstrip("."), found.get(key), expected.get(key)
+        if key not in expected:
+            yield name, f"{theirs!r}, expected no such key: the server may build another model by it"
+        elif isinstance(ours, Mapping) and isinstance(theirs, Mapping) and key not in WHOLE:
+            yield from _differences(theirs, ours, name)
+        elif ours != theirs or key not in found:
+            yield name, f"{theirs!r}, expected {ours!r} as trained"
 
 
 def _strings(value: Any, where: str) -> Iterator[tuple[str, str]]:

@@ -79,7 +79,6 @@ def vllm_config(
         "eagle_aux_hidden_state_layer_ids": list(layer_ids),
         "embed_requires_grad": False,
         "fc_norm": shape.fc_norm,
-        "model_type": "speculator_model",
         "norm_before_fc": False,
         "norm_before_residual": shape.norm_before_residual,
         "norm_output": shape.norm_output,
@@ -93,5 +92,6 @@ def vllm_config(
         "speculators_version": SPECULATORS_VERSION,
         "target_hidden_size": None,
         "tie_word_embeddings": False,
-        "transformer_layer_config": layer_config(shape),
+        # vLLM's Llama drafter counts streams here or takes three; it does not look at the list above
+        "transformer_layer_config": layer_config(shape) | {"num_aux_hidden_states": shape.num_aux},
     }

@@ -39,15 +39,16 @@ class LoadOutcome:
     """``name [found] expected [shape]``."""
 
 
-def simulate_load(server: str, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> LoadOutcome:
+def simulate_load(
+    server: str, expected: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
+) -> LoadOutcome:
     """Follow a server's loader.
 
     Args:
         server: ``sglang`` or ``vllm``.
-        config: The parsed ``config.json``.
+        expected: From ``expected_parameters``.
         shapes: Tensor name -> shape, as stored.
     """
-    expected = expected_parameters(server, config)
     loaded, skipped, misshapen = {}, [], []
     for name, found in sorted(shapes.items()):
         parameter = parameter_of(server, name)
@@ -78,9 +79,9 @@ def parameter_of(server: str, name: str) -> str:
 
 
 def num_aux_states(server: str, config: Mapping[str, Any]) -> int:
-    """Aux states that the server's ``fc`` is built for."""
-    ids = written_layer_ids(server, config)
-    return len(ids) if ids else DEFAULT_NUM_AUX
+    """Aux states that the server's ``fc`` is built for; vLLM's Llama drafter does not look at the top-level ids."""
+    ids = written_layer_ids(server, config) if server == "sglang" else None
+    return layer_section(server, config).get("num_aux_hidden_states") or len(ids or ()) or DEFAULT_NUM_AUX
 
 
 def written_layer_ids(server: str, config: Mapping[str, Any]) -> list[int] | None:

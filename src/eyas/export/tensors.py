@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from eyas import fs
@@ -87,6 +87,15 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a safetensors file."""
-    with safe_open(path, framework="pt") as handle:
-        return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+    """Every tensor of a safetensors file.
+
+    Raises:
+        ExportError: It is missing, cut off, or another kind of file.
+    """
+    try:
+        with safe_open(path, framework="pt") as handle:
+            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ExportError(
+            f"{path.parent.name}/{path.name}: cannot be read whole: {error}", "`dvc repro --force --single-item export`"
+        ) from None

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eyas import config, console, fs
+from eyas.config.images import check_image
 from eyas.contracts import CapturePlan
 from eyas.errors import EyasError, StoreError
 from eyas.ops import published as store
@@ -60,12 +61,12 @@ def run(root: Path, command: Sequence[str], *, force: bool) -> int:
         Exit code of what was run; 0 when nothing had to be.
 
     Raises:
-        ConfigError: A parameter is wrong: DVC would empty a stage's outputs before the stage itself could say so.
+        ConfigError: A parameter is wrong, or this is not the pinned image: DVC would empty a stage's outputs before the
+            stage itself could say so.
         StoreError: Finished states would be wiped, or are damaged.
         EyasError: An extraction runs; DVC failed.
     """
-    if command:
-        config.load(root / config.PARAMS_PATH)
+    params = config.load(root / config.PARAMS_PATH) if command else None
     if command and (code := _dvc(root, "repro", "plan")):
         return code
     with _lock(root):
@@ -78,6 +79,8 @@ def run(root: Path, command: Sequence[str], *, force: bool) -> int:
     console.log(f"guard: {verdict.note}")
     if not command or (tuple(command) == EXTRACT and verdict.is_current):
         return 0
+    if params is not None and not verdict.is_current:
+        check_image("extract.image", params.extract.image)
     code = subprocess.run(command, cwd=root, check=False).returncode
     if code == 0:
         settle(root)

@@ -22,6 +22,7 @@ ARTIFACTS = (
     "models/drafter",
     "reports/acceptance.json",
     "models/export",
+    "reports/metrics.json",
 )
 FOLDERS = ("first", "the-second")
 """Of different lengths, so that a path that got into an artifact shows."""

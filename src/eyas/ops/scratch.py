@@ -18,7 +18,7 @@ from eyas.ops.params import write_params
 
 SMALL = ("DRAFTER=smoke",)
 SHARED = {"EYAS_TARGETS_DIR": ".eyas/targets", "EYAS_WHEELS": ".eyas/wheels"}
-LEFT_OUT = ("data/raw/", "dvc.lock", "tests/")
+LEFT_OUT = ("data/raw/", "dvc.lock", "reports/", "tests/")
 KEPT = ("data/raw/README.md",)
 
 

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from eyas import config, fs
 from eyas.contracts import (
-    AcceptanceReport,
     CapturePlan,
     CheckpointMeta,
     ExportMeta,
@@ -22,12 +21,15 @@ from eyas.contracts import (
     TokenReport,
 )
 from eyas.errors import ConfigError, StoreError
+from eyas.report.figures import Figures
 
 Record = TypeVar("Record")
 CURVES = Path("reports/train/plots/metrics")
 SERIES_INDEX = re.compile(r"^(.*?)(?:/step)?[_./-]?(\d+)$")
 COSTS = ("wall_s", "cpu_s", "peak_rss_bytes")
 SPEEDS = ("tokens", "tokens_per_second", "tokens_per_cpu_second")
+PAGE_STAGE = "report"
+"""Its own last run is no matter of the page: it would tell of the page before, and never be the same twice."""
 STAGES = ("fetch", "ingest", "respond", "tokenize", "plan", "extract", "train", "evaluate", "export", "report")
 
 
@@ -53,6 +55,21 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredGeneration:
+    """One version of the hidden states that this repository has or names."""
+
+    name: str
+    kind: str
+    engine: str
+    num_samples: int
+    num_tokens: int
+    stored_bytes: int
+    is_whole: bool
+    is_current: bool
+    """The workspace's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
     """Everything that is known about the last run."""
 
@@ -62,18 +79,26 @@ class Sources:
     plan: CapturePlan | None
     manifest: ShardManifest | None
     checkpoint: CheckpointMeta | None
-    acceptance: AcceptanceReport | None
+    acceptance: Figures | None
     export: ExportMeta | None
     throughput: dict[str, dict[str, float]]
     runs: dict[str, dict[str, Any]]
     """Run records by stage, in pipeline order."""
     curves: tuple[Curve, ...]
     outputs: tuple[Output, ...]
-    free_bytes: int
+    store_bench: Figures
+    """What ``make bench-store`` measured: speeds of disk and codec."""
+    serve: Figures
+    """What ``make serve-bench`` measured."""
+    generations: tuple[StoredGeneration, ...] = ()
 
 
-def gather(root: Path) -> Sources:
-    """Read what is there below ``root``.
+def gather(root: Path, *, generations: bool = False) -> Sources:
+    """Read what is there below ``root``. The same files give the same sources: nothing is asked of clock or disk.
+
+    Args:
+        root: A repository, or a folder with its records.
+        generations: Look for versions of the hidden states as well, by git and DVC.
 
     Raises:
         StoreError: A file is there but damaged or of another version.
@@ -86,13 +111,51 @@ def gather(root: Path) -> Sources:
         plan=_record(CapturePlan, root / "data/plan.json"),
         manifest=_record(ShardManifest, root / "data/hidden_states.json"),
         checkpoint=_record(CheckpointMeta, root / "models/drafter/checkpoint.json"),
-        acceptance=_record(AcceptanceReport, root / "reports/acceptance.json"),
+        acceptance=_acceptance(root / "reports/acceptance.json"),
         export=_record(ExportMeta, root / "models/export/export.json"),
         throughput=_notes(throughput, SPEEDS) if throughput.is_file() else {},
         runs=_runs(root / "reports/runs"),
         curves=read_curves(root / CURVES),
         outputs=_outputs(root / "dvc.lock"),
-        free_bytes=fs.free_bytes(root),
+        store_bench=_figures(root / "reports/bench/store.json"),
+        serve=_figures(root / "reports/serve.json"),
+        generations=_generations(root) if generations else (),
+    )
+
+
+def _acceptance(path: Path) -> Figures | None:
+    """The report of acceptance, of whichever version: it grows, and a page must not wait for that."""
+    if not path.is_file():
+        return None
+    found = Figures.of(fs.read_json(path))
+    if found.number("tau") is None:
+        raise StoreError(f"{path} is no AcceptanceReport: it has no tau", "run `dvc repro -s -f evaluate`")
+    return found
+
+
+def _figures(path: Path) -> Figures:
+    return Figures.of(fs.read_json(path) if path.is_file() else None)
+
+
+def _generations(root: Path) -> tuple[StoredGeneration, ...]:
+    from eyas.generations.listing import list_generations, read_situation
+
+    try:
+        found = list_generations(read_situation(root))
+    except StoreError:
+        return ()  # no git repository, as in a scratch copy: there are no versions then
+    return tuple(
+        StoredGeneration(
+            name=one.name,
+            kind=one.kind,
+            engine=one.facts.engine,
+            num_samples=one.facts.num_samples,
+            num_tokens=one.facts.num_tokens,
+            stored_bytes=one.stored_bytes,
+            is_whole=one.is_whole,
+            is_current="workspace" in one.named_by,
+        )
+        for one in sorted(found, key=lambda one: (-one.stored_bytes, one.hash))
     )
 
 
@@ -108,7 +171,7 @@ def _params(path: Path) -> config.Params | None:
 
 
 def _runs(folder: Path) -> dict[str, dict[str, Any]]:
-    found = {stage: path for stage in STAGES if (path := folder / f"{stage}.json").is_file()}
+    found = {s: path for s in STAGES if s != PAGE_STAGE and (path := folder / f"{s}.json").is_file()}
     return {stage: _note(fs.read_json(path), COSTS, path) for stage, path in found.items()}
 
 
@@ -157,7 +220,7 @@ def _outputs(path: Path) -> tuple[Output, ...]:
         return tuple(
             Output(out["path"], stage, out.get("size", 0), out.get("nfiles", 1), out.get("md5", ""))
             for stage in STAGES
-            if stage in stages
+            if stage in stages and stage != PAGE_STAGE
             for out in stages[stage].get("outs", ())
         )
     except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:

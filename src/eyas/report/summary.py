@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas import console
+from eyas.report.figures import Figures
 from eyas.report.sources import Sources, gather
 
 NOT_MEASURED = "not measured"
@@ -20,11 +21,11 @@ def summary_values(root: Path) -> dict[str, Any]:
     summary: dict[str, Any] = {"stages": values}
     if (acceptance := sources.acceptance) is not None:
         summary |= {
-            "tau": acceptance.tau,
-            "tau_loop_free": acceptance.tau_loop_free,
-            "tau_by_set": acceptance.tau_by_set,
-            "tau_untrained": acceptance.tau_untrained,
-            "lossless": acceptance.lossless,
+            "tau": acceptance.number("tau"),
+            "tau_loop_free": acceptance.number("tau_loop_free"),
+            "tau_by_set": acceptance.group("tau_by_set").values,
+            "tau_untrained": acceptance.number("tau_untrained"),
+            "lossless": acceptance.flag("lossless"),
         }
     return summary
 
@@ -41,6 +42,22 @@ def number(value: float | None) -> str:
     return NOT_MEASURED if value is None else f"{value:.3f}"
 
 
+def share(value: float | None) -> str:
+    """A share as a percentage."""
+    return NOT_MEASURED if value is None else f"{value:.1%}"
+
+
+def count(value: float | None) -> str:
+    """A whole number."""
+    return NOT_MEASURED if value is None else f"{value:,.0f}"
+
+
+def span(entry: Figures) -> str:
+    """The interval of a prompt set's tau."""
+    low, high = entry.number("tau_low"), entry.number("tau_high")
+    return NOT_MEASURED if low is None or high is None else f"{low:.3f} to {high:.3f}"
+
+
 def _acceptance(sources: Sources) -> str:
     acceptance = sources.acceptance
     if acceptance is None:
@@ -48,22 +65,22 @@ def _acceptance(sources: Sources) -> str:
     rows = [
         (
             name,
-            number(entry.tau),
-            f"{entry.tau_low:.3f} to {entry.tau_high:.3f}",
-            number(entry.tau_loop_free),
-            f"{entry.loop_share:.1%}",
-            " ".join(f"{alpha:.2f}" for alpha in entry.alpha),
-            f"{entry.num_documents:,}",
+            number(entry.number("tau")),
+            span(entry),
+            number(entry.number("tau_loop_free")),
+            share(entry.number("loop_share")),
+            " ".join(f"{alpha:.2f}" for alpha in entry.numbers("alpha")),
+            count(entry.number("num_documents")),
         )
-        for name, entry in acceptance.sets.items()
+        for name, entry in acceptance.groups("sets").items()
     ]
-    rows.append(("untrained drafter", number(acceptance.tau_untrained), "", "", "", "", ""))
+    rows.append(("untrained drafter", number(acceptance.number("tau_untrained")), "", "", "", "", ""))
     headers = ("prompt set", "tau", "95 % interval", "loop-free", "loops", "alpha", "documents")
-    lossless = "equals" if acceptance.lossless else "DIFFERS FROM"
-    num_prompts = sum(check.num_prompts for check in acceptance.decode.values())
+    lossless = "equals" if acceptance.flag("lossless") else "DIFFERS FROM"
+    num_prompts = sum(check.number("num_prompts") or 0 for check in acceptance.groups("decode").values())
     verdict = (
-        f"tau = tokens per forward of the target, bonus included, chain of {acceptance.chain_length}; "
-        f"speculative output {lossless} plain greedy output ({num_prompts} prompts)"
+        f"tau = tokens per forward of the target, bonus included, chain of {count(acceptance.number('chain_length'))}; "
+        f"speculative output {lossless} plain greedy output ({num_prompts:,.0f} prompts)"
     )
     return f"{console.table(rows, headers)}\n{verdict}"
 

@@ -22,10 +22,13 @@ from typing import Any
 
 from eyas import config, console, fs
 from eyas.canonical import digest
+from eyas.config import images
 from eyas.errors import ConfigError, EyasError, StoreError
 
 RUNS = Path("reports/runs")
 THROUGHPUT = Path("reports/throughput.json")
+LOCK = Path("requirements/cpu.lock")
+"""Outside containers its hash is the environment's identity; torch and Python stand beside it."""
 IMPORTS = "imports"
 """Below it each imported set lies in a folder of its own, with what was trained from it."""
 PACKAGES = ("eyas", "torch", "transformers", "tokenizers", "datasets", "safetensors", "dvc", "hydra-core")
@@ -70,7 +73,8 @@ def stage_run(stage: str, reads: Sequence[Path], writes: Sequence[Path]) -> Iter
         "packages": {name: _version(name) for name in PACKAGES},
         "python": platform.python_version(),
         "machine": config.machine(),
-        "image": os.environ.get("EYAS_IMAGE", ""),
+        "image": os.environ.get(images.VARIABLE, ""),
+        "lock_sha256": content_hash(LOCK),
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - wall_s)),
         "wall_s": round(wall_s, 3),
         "cpu_s": round(cpu_s, 3),

@@ -16,7 +16,7 @@ from eyas.evaluate.judge import judge
 from eyas.shards.reader import ShardReader
 from eyas.stages import common
 from eyas.target import locate
-from eyas.target.load import load_model, read_ends
+from eyas.target.load import load_model, load_tokenizer, read_ends
 from eyas.tokens.draft_vocab import DraftVocab
 from eyas.train.checkpoint import load_drafter
 from eyas.train.data import calibration_slice
@@ -51,6 +51,7 @@ def main(argv: Sequence[str]) -> None:
                 folder, params.evaluate.dtype, params.target.device, params.target.trust_remote_code
             ),
             config=params.evaluate,
+            decode_text=load_tokenizer(folder, params.target.trust_remote_code).decode,
         )
         fs.write_record(out, result)
         run.num_tokens, run.work_s = facts["decode"]["num_tokens"], facts["decode"]["speculative_s"]

@@ -8,17 +8,19 @@ from pathlib import Path
 from eyas import config, console, fs
 from eyas.canonical import to_plain
 from eyas.config import Params
+from eyas.config.images import check_image
 from eyas.contracts import CapturePlan, TargetIdentity, TokenSample
 from eyas.engines.base import Engine
 from eyas.engines.loop import ExtractLimits, Probe, extract
 from eyas.engines.registry import make_engine
 from eyas.engines.summary import extract_table
 from eyas.errors import PlanError
-from eyas.plan.budget import Need, Reclaim
+from eyas.plan.budget import Budget, Need, Reclaim, default_ratio
 from eyas.plan.build import build_plan
 from eyas.plan.cache import check_links, copying_types, hashes, locked_stage, object_finder
 from eyas.plan.earlier import earlier_ratio
 from eyas.plan.identity import capture_identity
+from eyas.plan.volume import volume
 from eyas.shards.handover import HOME, LOCK_NAME, hand_over, settle
 from eyas.stages import common
 from eyas.target.load import read_ends
@@ -34,6 +36,7 @@ def main(argv: Sequence[str]) -> None:
     """Extract as ``params.yaml`` says; resumes what an earlier run left."""
     target_path, tokens_path, plan_path, out, manifest_path = common.paths("extract", PATHS, argv)
     params = config.load()
+    check_image("extract.image", params.extract.image)
     target = fs.read_record(TargetIdentity, target_path)
     plan = fs.read_record(CapturePlan, plan_path)
     _check_plan(params, target, plan, tokens_path)
@@ -41,6 +44,7 @@ def main(argv: Sequence[str]) -> None:
         tokens = {sample.sample_id: sample for sample in iter_tokens(tokens_path)}
         limits = _limits(params, plan, Path.cwd(), manifest_path)
         check_links(Path.cwd())
+        before = _budget_facts(plan, limits)
         _settle(Path.cwd(), out, manifest_path)
         engine = _engine(params, target, plan)
         head = None if params.extract.engine == "fake" else lambda: read_ends(ensure(target, params.target)).head_VD
@@ -48,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
         result = extract(plan, tokens, engine, limits, out=out, manifest_path=manifest_path, head=head, probe=probe)
         hand_over(Path.cwd(), result.manifest, out, manifest_path)
         run.num_tokens, run.work_s = result.num_tokens, result.work_s
-        run.facts = {"identity": plan.identity, "num_resumed_shards": result.num_resumed_shards}
+        run.facts = {"identity": plan.identity, "num_resumed_shards": result.num_resumed_shards, "budget": before}
         if result.effect is not None:
             run.facts["effect"] = to_plain(result.effect)
     console.emit(extract_table(result, out))
@@ -69,6 +73,26 @@ def _limits(params: Params, plan: CapturePlan, root: Path, manifest_path: Path) 
         earlier_ratio=earlier_ratio(root, Need.of(plan), to_plain(plan.capture), manifest_path),
         reclaim=reclaim,
     )
+
+
+def _budget_facts(plan: CapturePlan, limits: ExtractLimits) -> dict[str, int]:
+    """What was expected and what was free before the first state, for the report's account of the disk."""
+    here = volume(HOME if HOME.is_dir() else Path())
+    need = Need.of(plan)
+    found = Budget(
+        need=need,
+        ratio=limits.earlier_ratio or default_ratio(need.codec),
+        free_bytes=here.free_bytes,
+        reserve_bytes=limits.reserve_bytes,
+        cache_types=tuple(limits.cache_types),
+    )
+    return {
+        "expected_bytes": found.total_bytes,
+        "peak_bytes": found.peak_bytes,
+        "free_bytes": here.free_bytes,
+        "volume_bytes": here.total_bytes,
+        "reserve_bytes": limits.reserve_bytes,
+    }
 
 
 def _settle(root: Path, out: Path, manifest_path: Path) -> None:

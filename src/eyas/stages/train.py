@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas import config, console, fs
+from eyas.config.images import check_image
 from eyas.config.schema import TrainConfig
 from eyas.contracts import CheckpointMeta, ShardManifest, TargetIdentity
 from eyas.evaluate.report import held_out
@@ -33,6 +34,7 @@ def _main(argv: Sequence[str]) -> None:
     with same_on_all():
         target, draft_vocab, states, manifest_path, output, metrics = common.paths("train", NAMES, argv)
         params = config.load()
+        check_image("train.image", params.train.image)
         require_device("train.device", params.train.device)
         identity = fs.read_record(TargetIdentity, target)
         manifest = fs.read_record(ShardManifest, manifest_path)

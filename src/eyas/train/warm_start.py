@@ -45,21 +45,25 @@ def read_warm_start(config: TrainConfig, identity: TargetIdentity, boundaries: S
     return checkpoint
 
 
+def written_boundaries(facts: ConfigFacts, identity: TargetIdentity) -> tuple[tuple[int, ...], str]:
+    """The boundaries that a checkpoint reads for this target, and how its config says so."""
+    if facts.layer_ids is None:
+        theirs = facts.default_boundaries(identity.num_layers)
+        console.log(f"the checkpoint names no layer ids; taken as {facts.form}'s default {list(theirs)}")
+        return theirs, "no layer ids, which means the default"
+    theirs = facts.layer_ids
+    if facts.spelling != "boundaries":
+        theirs = spelled.boundaries_of(theirs, facts.spelling, model_type=identity.model_type)
+    return theirs, f"layer ids {list(facts.layer_ids)} in {facts.form}'s spelling"
+
+
 def check_boundaries(facts: ConfigFacts, identity: TargetIdentity, boundaries: Sequence[int]) -> tuple[int, ...]:
     """The boundaries a checkpoint reads; the states' own, or an error: a wrong layer trains as noise.
 
     Raises:
         TrainError: They differ; both lists are named.
     """
-    if facts.layer_ids is None:
-        theirs = facts.default_boundaries(identity.num_layers)
-        said = "no layer ids, which means the default"
-        console.log(f"warm start: the checkpoint names no layer ids; taken as {facts.form}'s default {list(theirs)}")
-    else:
-        theirs = facts.layer_ids
-        if facts.spelling != "boundaries":
-            theirs = spelled.boundaries_of(theirs, facts.spelling, model_type=identity.model_type)
-        said = f"layer ids {list(facts.layer_ids)} in {facts.form}'s spelling"
+    theirs, said = written_boundaries(facts, identity)
     if theirs != tuple(boundaries):
         raise TrainError(
             f"train.warm_start was trained on boundaries {list(theirs)} ({said}), the states hold {list(boundaries)}",

@@ -205,8 +205,8 @@ CORRUPTIONS: list[tuple[str, str, Callable[[dict, Tensors], Any], str]] = [
     ),
     ("vllm", "plain model", set_("speculators_config", KeyError), "speculators_config: missing"),
     ("sglang", "tied", set_("tie_word_embeddings", True), "tie_word_embeddings: True"),
-    ("sglang", "normed residual", set_("norm_before_residual", True), "norm_before_residual: true"),
-    ("vllm", "normed residual", set_("norm_before_residual", True), "norm_before_residual: true"),
+    ("sglang", "normed residual", set_("norm_before_residual", True), "norm_before_residual: True"),
+    ("vllm", "normed residual", set_("norm_before_residual", True), "norm_before_residual: True"),
     ("sglang", "no theta", set_("rope_theta", KeyError), "rope_theta: None"),
     ("sglang", "no rope_parameters", set_("rope_parameters", KeyError), "rope_parameters: None"),
     (
@@ -319,7 +319,7 @@ def test_a_normed_residual_goes_to_vllm_alone() -> None:
     assert config["norm_before_residual"] is True
     assert list(check.config_problems("vllm", config, shape, IDS["vllm"])) == []
     config["norm_before_residual"] = False
-    assert "expected true as trained" in next(check.config_problems("vllm", config, shape, IDS["vllm"]))
+    assert "expected True as trained" in next(check.config_problems("vllm", config, shape, IDS["vllm"]))
 
 
 def test_weight_missing_from_the_checkpoint_is_refused() -> None:

@@ -132,9 +132,10 @@ def test_record_is_last_and_lists_every_file(tmp_path: Path) -> None:
     folder = tmp_path / "export"
     assert fs.read_record(ExportMeta, folder / "export.json") == record
     assert {f.path for f in record.files} == {
-        "README.md",
+        "sglang/README.md",
         "sglang/config.json",
         "sglang/model.safetensors",
+        "vllm/README.md",
         "vllm/config.json",
         "vllm/model.safetensors",
     }

@@ -186,8 +186,7 @@ def make_acceptance() -> Callable[..., AcceptanceReport]:
     return acceptance
 
 
-@pytest.fixture
-def finished(tmp_path: Path) -> Path:
+def write_run(folder: Path) -> Path:
     """A folder with every input of the report."""
     records = {
         "models/target.json": TARGET,
@@ -228,17 +227,30 @@ def finished(tmp_path: Path) -> Path:
             "wall_s": 301.5,
             "cpu_s": 590.0,
             "peak_rss_bytes": 1_500_000_000,
-            "num_tokens": 0,
+            "work_s": 300.0,
+            "num_tokens": 1_536_000 if stage == "train" else 0,
         }
     for path, record in records.items():
-        fs.write_record(tmp_path / path, record)
+        fs.write_record(folder / path, record)
     for name, start in {"loss/step_0": 5.0, "loss/step_1": 5.5, "accuracy/step_0": 0.1, "lr": 0.001}.items():
         rows = "".join(f"{step}\t{start * math.exp(-step / 1500)}\n" for step in range(0, 3000, 50))
-        fs.write_text(tmp_path / f"reports/train/plots/metrics/{name}.tsv", f"step\t{name}\n{rows}")
-    fs.write_text(tmp_path / "params.yaml", (ROOT / "params.yaml").read_text())
+        fs.write_text(folder / f"reports/train/plots/metrics/{name}.tsv", f"step\t{name}\n{rows}")
+    fs.write_text(folder / "params.yaml", (ROOT / "params.yaml").read_text())
     fs.write_text(
-        tmp_path / "dvc.lock",
+        folder / "dvc.lock",
         "schema: '2.0'\nstages:\n  train:\n    cmd: x\n    outs:\n    - {path: models/drafter, hash: md5, "
         "md5: 0f0f.dir, size: 40000000, nfiles: 3}\n",
     )
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """``write_run`` for one test."""
+    return write_run(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``write_run`` for all tests of a file, which only read it."""
+    return write_run(tmp_path_factory.mktemp("run"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -17,9 +17,11 @@ from eyas.contracts import AcceptanceReport
 from eyas.errors import StoreError
 from eyas.report.charts import nice_ticks
 from eyas.report.html import text
+from eyas.report.metrics import headline
 from eyas.report.page import render
 from eyas.report.sources import gather, read_curves
 from eyas.report.summary import summary_text, summary_values
+from eyas.stages import report
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -80,16 +82,18 @@ def test_full_page_shows_every_figure(finished: Path) -> None:
         "1.800",  # real decoding
         "24,000 tokens planned = 24,000 stored + 0 failed",
         "110,592,000 bytes of states",  # 24,000 tokens x 4 streams x 576 x 2 bytes
-        "110,712,345 bytes in 1 shards",
+        # 110,592,000 + 120,000 of ids + 1,024 + 4,096 of headers were budgeted: 110,717,120
+        "110,712,345 bytes in 1 shard, 1.001 of those before the codec, as budgeted",
         "2, 15, 27",
         "for 74 of 74 prompts",
         "de-quantised from the Q4_1 file",
         "5,120",  # tokens per second
         "40,000,000",  # dvc.lock
+        "98% of 2 cores",  # 590 CPU-s in 301.5 s on 2 cores
     ):
         assert figure in shown, figure
     assert "NOT lossless" not in shown
-    assert len(re.findall("<polyline", page)) == 4
+    assert len(re.findall("<polyline", page)) == 4 + 4  # curves; alpha and step accuracy of two sets
 
 
 def test_page_loads_nothing(finished: Path) -> None:
@@ -98,9 +102,20 @@ def test_page_loads_nothing(finished: Path) -> None:
     assert not re.search(r"https?://|url\(|@import|src=", page)
 
 
-def test_page_is_the_same_twice(finished: Path) -> None:
-    first = dataclasses.replace(gather(finished), free_bytes=0)
-    assert render(first) == render(dataclasses.replace(gather(finished), free_bytes=0))
+def test_the_stage_gives_the_same_bytes_when_it_runs_again(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its own last run, nor what DVC recorded of that, nor the disk's free space is on the page."""
+    monkeypatch.chdir(finished)
+    report.main(["reports/index.html", "reports/metrics.json"])
+    first = [(finished / name).read_bytes() for name in ("reports/index.html", "reports/metrics.json")]
+    own = fs.read_json(finished / "reports/runs/report.json")
+    fs.write_record(finished / "reports/runs/report.json", own | {"wall_s": 77.7, "started_at": "2031-01-01T00:00:00Z"})
+    lock = finished / "dvc.lock"
+    lock.write_text(
+        lock.read_text() + "  report:\n    cmd: y\n    outs:\n    - {path: reports/index.html, md5: 0e0e, size: 7}\n"
+    )
+    monkeypatch.setattr(fs, "free_bytes", lambda _: 12345)
+    report.main(["reports/index.html", "reports/metrics.json"])
+    assert [(finished / name).read_bytes() for name in ("reports/index.html", "reports/metrics.json")] == first
 
 
 def test_values_are_escaped(finished: Path) -> None:
@@ -112,10 +127,101 @@ def test_values_are_escaped(finished: Path) -> None:
 
 def test_a_lossy_run_is_said_loudly(finished: Path, make_acceptance: Callable[..., AcceptanceReport]) -> None:
     fs.write_record(finished / "reports/acceptance.json", make_acceptance(lossless=False))
-    assert "NOT lossless: speculative decoding gave exactly the tokens of plain greedy decoding for 73 of 74" in words(
-        render(gather(finished))
-    )
+    shown = words(render(gather(finished)))
+    assert "NOT lossless Speculative decoding gave exactly the tokens of plain greedy decoding for 73 of 74" in shown
     assert "DIFFERS FROM plain greedy output" in summary_text(finished)
+
+
+def test_acceptance_of_another_version_is_shown_as_far_as_it_is_known(finished: Path) -> None:
+    path = finished / "reports/acceptance.json"
+    known = fs.read_json(path)
+    first = {key: known["sets"]["chatterbot"][key] for key in ("tau", "alpha")}
+    fs.write_record(path, {"tau": 1.8049, "sets": {"chatterbot": first, "odd": 3}, "modes": {"tree": {"tau": 2.125}}})
+    page = render(gather(finished))
+    assert_well_formed(page)
+    shown = words(page)
+    assert "1.805" in shown
+    assert "modes.tree.tau 2.125" in shown  # no part of the page knows it; the list of every figure has it
+    fs.write_record(path, {"sets": {}})
+    with pytest.raises(StoreError, match=r"acceptance\.json is no AcceptanceReport: it has no tau"):
+        gather(finished)
+
+
+def test_what_newer_reports_measure_is_shown(finished: Path) -> None:
+    """Chains of every length, sampling, ways of decoding with their speed, and a real server."""
+    path, run = finished / "reports/acceptance.json", finished / "reports/runs/evaluate.json"
+    record = fs.read_json(path)
+    chains = {str(length): {"tau": 1 + length / 8} for length in range(1, 8)}
+    more = {"accepted": [50, 30, 20], "chains": chains, "tau_by_place": {"0": 1.5, "32": 1.75}}
+    more["sampled"] = {"temperature": 0.75, "tau": 1.613, "tau_low": 1.5, "tau_high": 1.7}
+    record["sets"]["chatterbot"] |= more
+    record["modes"] = {"chatterbot": {"tree": {"temperature": 0, "tau": 2.031, "batch_size": 8, "num_identical": 7}}}
+    fs.write_record(path, record)
+    train = fs.read_json(finished / "reports/runs/train.json")
+    fs.write_record(run, train | {"stage": "evaluate", "facts": {"modes": {"batch": {"tree": {"speedup": 1.257}}}}})
+    batch = {"tau_server": 1.789, "tokens_per_s_plain": 41.0, "tokens_per_s_drafted": 61.5, "speedup": 1.5}
+    served = {"tau_server": 1.789, "tau_offline": 1.801, "server": "sglang <x>", "batches": {"16": batch, "8": batch}}
+    fs.write_record(finished / "reports/serve.json", served)
+    page = render(gather(finished))
+    assert_well_formed(page)
+    shown = words(page)
+    assert "tau by chain length over draft tokens a round: chatterbot ends at 1.88" in page  # 1 + 7/8
+    assert "0 50.0% 1 30.0% 2 20.0%" in shown
+    assert "chatterbot 0.75 1.613 1.500 to 1.700" in shown
+    assert "chatterbot, tree 2.031 8 not measured 7 not measured 1.26 x" in shown
+    assert "sglang &lt;x&gt;, server tau 1.789, offline tau 1.801." in shown
+    assert "8 1.789 41 62 1.50 16 1.789" in shown  # smaller batches first
+
+
+def test_the_budget_that_extract_noted_is_the_one_shown(finished: Path) -> None:
+    train = fs.read_json(finished / "reports/runs/train.json")
+    before = {"expected_bytes": 100_000_000, "free_bytes": 4 * 10**11, "volume_bytes": 10**12, "reserve_bytes": 10**10}
+    fs.write_record(finished / "reports/runs/extract.json", train | {"stage": "extract", "facts": {"budget": before}})
+    shown = words(render(gather(finished)))
+    assert "budget, after the codec 100.0 MB" in shown
+    assert "10.7% over the budget" in shown  # 110,712,345 bytes
+    assert "400.0 GB of 1,000.0 GB (40.0%) when the extraction began; 10.0 GB in reserve" in shown
+
+
+WORST = {
+    "sample_id": "0a1b",
+    "source": "chatterbot",
+    "tau": 1.25,
+    "num_rounds": 4,
+    "loop_share": 0.0,
+    "prompt": "Who <are> you?",
+    "first": "I",
+    "rounds": [
+        {"accepted": "", "bonus": " am"},
+        {"accepted": " a <b>", "bonus": "\n"},
+    ],
+}
+
+
+def test_worst_documents_show_who_wrote_what(finished: Path) -> None:
+    path = finished / "reports/acceptance.json"
+    fs.write_record(path, fs.read_json(path) | {"worst": [WORST]})
+    page = render(gather(finished))
+    assert_well_formed(page)
+    assert (
+        '<span class="target">I</span><span class="target"> am</span>'
+        '<mark class="accepted"> a &lt;b&gt;</mark><span class="target">↵\n</span>'
+    ) in page
+    assert "tau 1.250 · chatterbot · 4 rounds" in page
+    assert "Who &lt;are&gt; you?" in page
+
+
+def test_metrics_are_few_and_short(finished: Path) -> None:
+    """A table of DVC's has a column each; times would make every run another one."""
+    found = headline(gather(finished))
+    assert found["tau"] == 1.8049
+    assert found["tau_low"] == 1.701
+    assert found["tau_human_eval"] == 1.5
+    assert found["loss"] == pytest.approx(5.0 * math.exp(-2950 / 1500))
+    assert found["stored_gb"] == 0.111
+    assert len(found) <= 20
+    assert max(map(len, found)) <= 16
+    assert not [name for name, value in found.items() if isinstance(value, str)]
 
 
 def test_nothing_measured_is_said(tmp_path: Path) -> None:

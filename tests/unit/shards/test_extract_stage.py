@@ -61,6 +61,10 @@ def test_the_stage_publishes_prints_and_records(repository, capsys):
     assert re.search(rf"tokens +{num_tokens}\b", out)
     assert fs.read_json(Path("reports/throughput.json"))["extract"]["tokens"] == num_tokens
     assert not list(Path(".eyas/spool").iterdir())
+    before = fs.read_json(Path("reports/runs/extract.json"))["facts"]["budget"]
+    assert before["expected_bytes"] == stored_bytes(fs.read_record(CapturePlan, Path(PLAN[-1])))
+    assert before["expected_bytes"] < before["free_bytes"] <= before["volume_bytes"]
+    assert before["reserve_bytes"] == 0
 
 
 @pytest.mark.parametrize("change", [{"boundaries": "[1, 2]"}, {"revision": 3}, {"batch_tokens": 100}])

@@ -74,7 +74,7 @@ def remove_folder(folder: str) -> None:
     """Remove the states that nobody will read; under another name first, so that no writer adds a file meanwhile."""
     gone = f"{folder}.gone"
     try:
-        os.rename(folder, gone)
+        os.replace(folder, gone)
     except OSError:
         gone = folder  # it is not ours to rename, or gone already
     shutil.rmtree(gone, ignore_errors=True)

@@ -1,0 +1,160 @@
+"""docker with buildx, podman or buildah: whichever is there, behind the same few verbs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eyas.errors import ConfigError, EyasError
+from eyas.ops.image import host_pip
+
+TOOLS = ("docker", "podman", "buildah")
+VARIABLE = "EYAS_CONTAINER_TOOL"
+EPOCH = "0"
+"""Of every file in an image: two builds give the same bytes."""
+
+
+class ImageError(EyasError):
+    """An image cannot be built, found or run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A built image of this machine."""
+
+    name: str
+    digest: str
+    """Of its manifest, where the tool knows one; else its id, which is the hash of its configuration."""
+    size_bytes: int
+    config: dict[str, Any]
+    """As OCI has it: ``User``, ``Labels``, ``Env``, ``Entrypoint``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Builder:
+    """One of ``TOOLS``."""
+
+    tool: str
+
+    def build(self, root: Path, target: str, name: str, arguments: Mapping[str, str]) -> None:
+        """Build a target of the Dockerfile of ``root``.
+
+        Raises:
+            ImageError: The build failed; its output was shown.
+        """
+        found = host_pip.settings()
+        with tempfile.NamedTemporaryFile("w", suffix=".conf") as conf:
+            conf.write(host_pip.config_text(found))
+            conf.flush()
+            values = [f"--build-arg={key}={value}" for key, value in {"SOURCE_DATE_EPOCH": EPOCH, **arguments}.items()]
+            shared = [f"--secret=id=pip,src={conf.name}", f"--target={target}", *values]
+            if self.tool == "docker":
+                output = f"--output=type=image,name={name},rewrite-timestamp=true,unpack=true"
+                command = ["docker", "buildx", "build", output, "--provenance=false", *shared]
+            else:
+                volumes = [f"--volume={path}:{path}:ro" for path in host_pip.mounts(found)]
+                own = ["--isolation=chroot"] if self.tool == "buildah" else []
+                command = [self.tool, "build", *own, "--network=host", "--timestamp=0", "--layers=false"]
+                command += [*volumes, *shared, f"--tag={name}"]
+            if subprocess.run([*command, str(root)], check=False).returncode:
+                raise ImageError(
+                    f"{self.tool} could not build {target} of {root / 'Dockerfile'}", "its output is above"
+                )
+
+    def inspect(self, name: str) -> Image:
+        """Digest, size and configuration of an image of this machine.
+
+        Raises:
+            ImageError: There is no such image.
+        """
+        kind = ["--type", "image"] if self.tool == "buildah" else []
+        command = [self.tool, *(() if self.tool == "buildah" else ("image",)), "inspect", *kind, name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ImageError(f"no image {name} here: {done.stderr.strip()[-200:]}", "`make image` builds it")
+        found = json.loads(done.stdout)
+        found = found[0] if isinstance(found, list) else found
+        if self.tool == "buildah":
+            digest, config = found["FromImageDigest"], found["OCIv1"]["config"]
+            return Image(name, digest, self._buildah_size(name), config)
+        digest = found.get("Digest") or next(iter(found.get("RepoDigests") or ()), "").rpartition("@")[2]
+        return Image(name, digest or f"sha256:{found['Id'].removeprefix('sha256:')}", found["Size"], found["Config"])
+
+    def _buildah_size(self, name: str) -> int:
+        done = subprocess.run(["buildah", "images", "--json", name], capture_output=True, text=True, check=True)
+        number, unit = json.loads(done.stdout)[0]["size"].split()
+        return int(float(number) * {"KB": 1e3, "MB": 1e6, "GB": 1e9}[unit])
+
+    def run(self, name: str, command: Sequence[str], options: RunOptions) -> int:
+        """Run a command in a new container; its exit code."""
+        if self.tool != "buildah":
+            return subprocess.run(self._run_command(name, command, options), check=False).returncode
+        box = subprocess.run(["buildah", "from", name], capture_output=True, text=True, check=True).stdout.strip()
+        try:
+            return subprocess.run(self._buildah_command(box, command, options), check=False).returncode
+        finally:
+            subprocess.run(["buildah", "rm", box], capture_output=True, check=False)
+
+    def _buildah_command(self, box: str, command: Sequence[str], options: RunOptions) -> list[str]:
+        words = ["buildah", "run", "--isolation=chroot", f"--user={options.user}", f"--workingdir={options.folder}"]
+        words += [f"--volume={path}:{path}" for path in options.mounts]
+        words += [f"--env={key}={value}" for key, value in options.environment.items()]
+        return [*words, box, "--", *command]
+
+    def _run_command(self, name: str, command: Sequence[str], options: RunOptions) -> list[str]:
+        words = [self.tool, "run", "--rm", "--ipc=host", f"--user={options.user}", f"--workdir={options.folder}"]
+        if self.tool == "podman":
+            words += ["--userns=keep-id"]
+        if options.gpus:
+            words += ["--device=nvidia.com/gpu=all"] if self.tool == "podman" else ["--gpus=all"]
+        words += [f"--volume={path}:{path}" for path in options.mounts]
+        words += [f"--env={key}={value}" for key, value in options.environment.items()]
+        return [*words, name, *command]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How a container runs."""
+
+    user: str
+    """``uid:gid``."""
+    folder: Path
+    mounts: tuple[Path, ...]
+    """Each at its own path: links of a cache, and paths in messages, mean the same inside and outside."""
+    environment: Mapping[str, str]
+    gpus: bool = False
+
+
+def find_builder() -> Builder:
+    """The first tool that works here, or the one that ``EYAS_CONTAINER_TOOL`` names.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    named = os.environ.get(VARIABLE, "")
+    if named and named not in TOOLS:
+        raise ConfigError(f"{VARIABLE}: {named!r}, expected one of {', '.join(TOOLS)}", f"unset {VARIABLE}")
+    for tool in (named,) if named else TOOLS:
+        if works(tool):
+            return Builder(tool)
+    raise ConfigError(
+        f"{named or 'neither docker with buildx, podman nor buildah'} works here",
+        "apt-get install buildah needs no daemon; a docker needs its daemon and the buildx plugin",
+    )
+
+
+def works(tool: str) -> bool:
+    """Whether a tool is there and answers."""
+    if shutil.which(tool) is None:
+        return False
+    probes = {"docker": (("info",), ("buildx", "version")), "podman": (("info",),), "buildah": (("info",),)}[tool]
+    return all(
+        subprocess.run([tool, *words], capture_output=True, check=False, timeout=60).returncode == 0 for words in probes
+    )

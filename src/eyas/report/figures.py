@@ -1,0 +1,81 @@
+"""Values of a JSON file by name, asked for kindly: what is missing, or of another kind, was not measured.
+
+The report reads files of several versions. Records that a stage depends on are read strictly elsewhere; what is only
+shown must not stop the page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from eyas.canonical import to_plain
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A mapping of a JSON file."""
+
+    values: dict[str, Any]
+
+    @classmethod
+    def of(cls, value: Any) -> Figures:
+        """A mapping or a record; of anything else none."""
+        plain = to_plain(value)
+        return cls(plain if isinstance(plain, dict) else {})
+
+    def number(self, name: str) -> float | None:
+        """A finite number; a flag is none."""
+        return _number(self.values.get(name))
+
+    def words(self, name: str) -> str:
+        """A text; empty when there is none."""
+        value = self.values.get(name)
+        return value if isinstance(value, str) else ""
+
+    def flag(self, name: str) -> bool | None:
+        """A yes or no."""
+        value = self.values.get(name)
+        return value if isinstance(value, bool) else None
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of numbers; empty when an entry is none."""
+        value = self.values.get(name)
+        found = [_number(entry) for entry in value] if isinstance(value, list) else []
+        return () if None in found else tuple(entry for entry in found if entry is not None)
+
+    def group(self, name: str) -> Figures:
+        """A mapping below this one."""
+        return Figures.of(self.values.get(name))
+
+    def groups(self, name: str) -> dict[str, Figures]:
+        """Named mappings below one of this one, by name."""
+        found = self.group(name).values
+        return {key: Figures(found[key]) for key in sorted(found) if isinstance(found[key], dict)}
+
+    def listed(self, name: str) -> tuple[Figures, ...]:
+        """A list of mappings."""
+        value = self.values.get(name)
+        return tuple(Figures(entry) for entry in value if isinstance(entry, dict)) if isinstance(value, list) else ()
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return value if is_number else None
+
+
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and value of every leaf; a list of plain values is one leaf, other lists are left out."""
+    if isinstance(value, dict):
+        for key in sorted(value):
+            yield from flat(value[key], f"{name}.{key}" if name else key)
+    elif not isinstance(value, list):
+        yield name, value
+    elif not any(isinstance(entry, (dict, list)) for entry in value):
+        yield name, ", ".join(_leaf(entry) for entry in value)
+
+
+def _leaf(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
