@@ -115,7 +115,7 @@ tokenize: $(READY) ## Ids, loss masks, draft vocab
 plan: $(READY) ## Which sample goes where; bytes; capture identity
 extract: $(READY) ## Hidden states into shards
 train: $(READY) ## The drafter
-evaluate: $(READY) ## Acceptance length, offline and in real decoding
+evaluate: $(READY) ## Acceptance length by the walk and in real decoding (chains, trees, sampling); speed-up
 export: $(READY) ## The drafter for SGLang and vLLM
 report: $(READY) ## reports/index.html; AGAINST=<rev>: this run beside that one, reports/against.html (JSON=1)
 $(GUARDED):

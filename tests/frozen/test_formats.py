@@ -30,7 +30,10 @@ RECORDS = {
     "reports/acceptance.json": (
         contracts.AcceptanceReport,
         contracts.SetAcceptance,
+        contracts.ChainAcceptance,
+        contracts.SampledAcceptance,
         contracts.DecodeCheck,
+        contracts.ModeCheck,
         contracts.WorstDocument,
         contracts.WorstRound,
     ),

@@ -229,9 +229,19 @@ class EvaluateConfig:
     """Dtype of both sides of the decoding check."""
     batch_size: int = 64
     """Prompts decoded side by side; fixed, because it decides numerics."""
+    temperature: float = 1.0
+    """At which acceptance by sampling is judged, beside greedy; 0 judges greedy alone."""
+    tree_width: int = 4
+    """Children per node and nodes carried on per step of a draft tree, as servers have it; 0 drafts no tree."""
+    tree_tokens: int = 16
+    """Most tokens of a tree that one forward checks, its root included; depth is the chain length."""
+    mode_prompts: int = 4
+    """Prompts per set decoded in every mode, timed beside plain decoding of one token a forward; 0 for none."""
+    single_prompts: int = 1
+    """Of these, decoded one at a time as well."""
     num_bootstrap: int = 1000
     seed: int = 0
-    revision: int = 2
+    revision: int = 3
 
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""
@@ -240,6 +250,13 @@ class EvaluateConfig:
         require(self.max_new_tokens >= 1, "evaluate.max_new_tokens", self.max_new_tokens, "1 or more")
         require(self.dtype in ("bfloat16", "float32"), "evaluate.dtype", self.dtype, "bfloat16 or float32")
         require(self.batch_size >= 1, "evaluate.batch_size", self.batch_size, "1 or more")
+        require(0 <= self.temperature <= 10, "evaluate.temperature", self.temperature, "0 to 10")
+        wide = 0 <= self.tree_width <= 64
+        require(wide, "evaluate.tree_width", self.tree_width, "0 to 64")
+        require(2 <= self.tree_tokens <= 256, "evaluate.tree_tokens", self.tree_tokens, "2 to 256")
+        require(self.mode_prompts >= 0, "evaluate.mode_prompts", self.mode_prompts, "0 or more")
+        alone = 0 <= self.single_prompts <= self.mode_prompts
+        require(alone, "evaluate.single_prompts", self.single_prompts, "0 to evaluate.mode_prompts")
         require(1 <= self.num_bootstrap <= 100_000, "evaluate.num_bootstrap", self.num_bootstrap, "1 to 100,000")
         require_seed("evaluate.seed", self.seed)
 

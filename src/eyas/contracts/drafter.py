@@ -58,6 +58,42 @@ class CheckpointMeta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChainAcceptance:
+    """The greedy walk with chains of one length; drafts do not depend on it, rounds do."""
+
+    tau: float
+    tau_low: float
+    tau_high: float
+    """95 % bootstrap interval over conversations."""
+    alpha: tuple[float, ...]
+    accepted: tuple[int, ...]
+    """Rounds that accepted 0, 1, … draft tokens."""
+    num_rounds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledAcceptance:
+    """Expected acceptance when drafter and target sample: a draft x is accepted with min(1, p(x)/q(x)).
+
+    Expectations along the same text, whose contexts are greedy ones: no random number is drawn.
+    """
+
+    temperature: float
+    tau: float
+    tau_low: float
+    tau_high: float
+    alpha: tuple[float, ...]
+    accepted: tuple[float, ...]
+    """Expected rounds by accepted draft tokens."""
+    tau_by_chain: dict[str, float]
+    """By chain length, 1 to 7."""
+    tau_greedy_drafts: float
+    """The target samples, drafts are the drafter's likeliest tokens: accepted with p(x)."""
+    covered_mass: float
+    """The target's probability inside the draft vocab, a mean over tokens: no draft can be accepted oftener."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SetAcceptance:
     """Acceptance of one prompt set by the exact walk over the target's own greedy text."""
 
@@ -65,7 +101,7 @@ class SetAcceptance:
     """Tokens emitted per target forward, bonus included: 1 is useless, S + 1 perfect."""
     tau_low: float
     tau_high: float
-    """95 % bootstrap interval over documents."""
+    """95 % bootstrap interval over conversations."""
     tau_loop_free: float | None
     """Over documents whose loop share is under 5 %; none when there is no such document."""
     alpha: tuple[float, ...]
@@ -83,17 +119,56 @@ class SetAcceptance:
     where bf16 near ties alone differ."""
     oov_share: float
     """Share of target argmaxes outside the draft vocab; each is a miss."""
+    draft_vocab_coverage: float = 0.0
+    """Share of target argmaxes inside it: 1 less the one above."""
+    accepted: tuple[int, ...] = ()
+    """Rounds that accepted 0, 1, … draft tokens."""
+    tau_by_place: dict[str, float] = field(default_factory=dict)
+    """Of rounds by the place of their first token in its answer: 0 to 31, then doubling; keys are first places."""
+    chains: dict[str, ChainAcceptance] = field(default_factory=dict)
+    """By chain length, 1 to 7, whatever number of steps was trained."""
+    sampled: SampledAcceptance | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeCheck:
-    """Real chain speculative decoding of one prompt set beside plain greedy decoding."""
+    """Real chain speculative decoding of one prompt set beside plain greedy decoding on the same numeric path."""
 
     num_prompts: int
     num_identical: int
     num_tokens: int
     num_rounds: int
     tau: float
+    accepted: tuple[int, ...] = ()
+    """Rounds that accepted 0, 1, … draft tokens."""
+    num_walked_alike: int = 0
+    """Prompts whose walk over the decoded text takes the same rounds, one by one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeCheck:
+    """Some prompts of a set decoded in one mode, held against the target run one token a forward."""
+
+    temperature: float
+    batch_size: int
+    num_prompts: int
+    num_identical: int
+    """Prompts whose text is that of plain decoding, token for token; at a temperature none need be."""
+    num_tokens: int
+    num_rounds: int
+    tau: float
+    tau_low: float
+    tau_high: float
+    """95 % bootstrap interval over prompts."""
+    accepted: tuple[int, ...]
+    num_ties: int
+    """Tokens that a forward of one token ranks second, within the rounding of the dtype; 0 at a temperature."""
+    largest_gap: float
+    """The largest lead, in logits, of another token at such a place."""
+    tau_expected: float | None = None
+    """At a temperature: expectation of tau given the text, by the acceptance rule."""
+    p_value: float | None = None
+    """At a temperature: chi-square test that the tokens are the target's samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +218,13 @@ class AcceptanceReport:
     """Digest of the checkpoint record."""
     capture_identity: str
     seed: int
+    tau_by_chain: dict[str, float] = field(default_factory=dict)
+    """Headline tau by chain length."""
+    tau_sampled: float | None = None
+    """Of text that was really sampled at ``temperature``, of the headline's sets: expectation by the acceptance rule."""
+    temperature: float = 0.0
+    modes: dict[str, dict[str, ModeCheck]] = field(default_factory=dict)
+    """By prompt set, then ``chain``, ``tree`` and ``sampled``, with ``_single`` for one prompt at a time."""
     worst: tuple[WorstDocument, ...] = ()
     """The documents of lowest tau, lowest first."""
     schema_version: int = SCHEMA_VERSION

@@ -42,6 +42,16 @@ class BlockOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockTree:
+    """How the tokens of a block hang together; the first is the root and follows what was written before."""
+
+    depth_BJ: torch.Tensor
+    """Steps below the root: a token's position is the root's plus this."""
+    seen_BJJ: torch.Tensor
+    """Bool: the second token is the first or an ancestor of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillOutput:
     """What a prefill gives for R rows; positions at and after a prompt's end hold padding."""
 
@@ -106,7 +116,13 @@ class BlockDecoder:
         return PrefillOutput(logits_RV, last_RPD, aux_RPAD)
 
     @torch.no_grad()
-    def forward(self, ids_BJ: torch.Tensor, start_B: torch.Tensor, attended: int | None = None) -> BlockOutput:
+    def forward(
+        self,
+        ids_BJ: torch.Tensor,
+        start_B: torch.Tensor,
+        attended: int | None = None,
+        tree: BlockTree | None = None,
+    ) -> BlockOutput:
         """Run J tokens per row at positions ``start_B`` and after.
 
         Args:
@@ -114,18 +130,41 @@ class BlockDecoder:
             start_B: Position of each row's first token; all before it must have been written.
             attended: Positions every row attends over, by default ``max_length``. Results are comparable
                 bit for bit between forwards of the same B, J and ``attended``.
+            tree: The tokens are no sequence but a tree below the first of them; ``keep`` what is accepted of it.
         """
         attended = self.max_length if attended is None else attended
         ids_BJ, start_B = ids_BJ.to(self._device), start_B.to(self._device)
         position_BJ = start_B[:, None] + self._position_L[: ids_BJ.shape[1]]
         assert ids_BJ.shape[0] == self.batch_size
         assert int(position_BJ.max()) < attended <= self.max_length
+        depth_BJ = self._position_L[: ids_BJ.shape[1]] if tree is None else tree.depth_BJ.to(self._device)
         hidden_BJL = self._position_L[:attended] > position_BJ[:, :, None]
+        if tree is not None:
+            at_BJJ = position_BJ[:, None, :].expand_as(tree.seen_BJJ)
+            hidden_BJL.scatter_(2, at_BJJ, ~tree.seen_BJJ.to(self._device))
         mask_B1JL = torch.zeros(hidden_BJL.shape, dtype=self._model.dtype, device=self._device)
         mask_B1JL = mask_B1JL.masked_fill_(hidden_BJL, float("-inf"))[:, None]
         self._cache.aim(torch.arange(self.batch_size, device=self._device), position_BJ, attended)
-        last_BJD, aux_BJAD = self._run(ids_BJ, position_BJ, mask_B1JL)
+        last_BJD, aux_BJAD = self._run(ids_BJ, start_B[:, None] + depth_BJ, mask_B1JL)
         return BlockOutput(self._head(last_BJD), last_BJD, aux_BJAD)
+
+    @torch.no_grad()
+    def keep(self, start_B: torch.Tensor, place_BA: torch.Tensor) -> None:
+        """Move accepted tokens of the last block to the positions behind its first token.
+
+        Args:
+            start_B: Of that block.
+            place_BA: Places in the block, rising along a row and at least 1, 2, …; what is not accepted is filled
+                up with its own place and is written over by the next block.
+        """
+        start_B1, place_BA = start_B.to(self._device)[:, None], place_BA.to(self._device)
+        to_BA = start_B1 + 1 + torch.arange(place_BA.shape[1], device=self._device)
+        self._cache.move(start_B1 + place_BA, to_BA)
+
+    def settle(self) -> None:
+        """Wait until the device has done what it was asked: what a clock needs."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _run(
         self, ids_BJ: torch.Tensor, position_BJ: torch.Tensor, mask_B1JL: torch.Tensor | None
@@ -154,6 +193,11 @@ class _BlockCache(Cache):
         for layer in self._blocks:
             layer.row_R1, layer.position_RJ, layer.attended = row_R[:, None], position_RJ, attended
 
+    def move(self, from_BA: torch.Tensor, to_BA: torch.Tensor) -> None:
+        """Copy keys and values of all rows between positions."""
+        for layer in self._blocks:
+            layer.move(from_BA, to_BA)
+
 
 class _BlockLayer(CacheLayerMixin):
     def __init__(self, batch_size: int, max_length: int) -> None:
@@ -180,6 +224,12 @@ class _BlockLayer(CacheLayerMixin):
         if not self.attended:
             return key_states, value_states
         return self.keys[:, :, : self.attended], self.values[:, :, : self.attended]
+
+    def move(self, from_BA: torch.Tensor, to_BA: torch.Tensor) -> None:
+        row_B1 = torch.arange(len(from_BA), device=from_BA.device)[:, None]
+        for states in (self.keys, self.values):
+            assert states is not None
+            states[row_B1, :, to_BA] = states[row_B1, :, from_BA]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.attended or query_length, 0

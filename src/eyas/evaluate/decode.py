@@ -11,6 +11,7 @@ V target vocab, P padded prompt length.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ from typing import Protocol
 
 import torch
 
-from eyas.engines.decode import BlockDecoder
+from eyas.drafter.rows import Document
+from eyas.engines.decode import BlockDecoder, PrefillOutput
 from eyas.errors import EvaluateError
 
 
@@ -40,6 +42,16 @@ class Decoded:
     """New tokens, an end-of-turn token included."""
     round_sizes: tuple[int, ...]
     """Tokens that each speculative round emitted; the prefill's first token belongs to none."""
+    round_accepted: tuple[int, ...]
+    """Draft tokens that each round accepted, of those the text has room for."""
+    document: Document | None
+    """Prompt and answer with the states that the rounds saw: what the walk needs to take the same rounds."""
+    walked_alike: bool = False
+    """The walk over that document takes the same rounds, accepted tokens and all."""
+
+    def without_states(self) -> Decoded:
+        """The same, for keeping."""
+        return dataclasses.replace(self, document=None)
 
 
 @dataclass(slots=True)
@@ -51,30 +63,38 @@ class DecodeTimes:
     num_tokens: int = 0
 
 
-class Chain(Protocol):
-    """The drafter's side of a batch (``eyas.drafter.chain.DraftChain``)."""
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """What one round found for all B rows, finished ones included."""
+
+    ids_BJ: torch.Tensor
+    """Accepted draft tokens, then the target's own next token; what lies behind means nothing."""
+    accepted_B: torch.Tensor
+    aux_BJAD: torch.Tensor
+    """Of the row's last known token and of the accepted ones."""
+    last_BJD: torch.Tensor
+
+
+class Mode(Protocol):
+    """One way of drafting and checking, for one batch (``eyas.evaluate.modes``)."""
+
+    def choose(self, logits_RV: torch.Tensor, keys: Sequence[bytes], place: int) -> torch.Tensor:
+        """The target's own token [R] at this place of every answer."""
+        ...
 
     def extend(
         self, aux_BJAD: torch.Tensor, next_ids_BJ: torch.Tensor, start_B: torch.Tensor, count_B: torch.Tensor
     ) -> None:
-        """Take in rows ``start .. start + count - 1``; places at and after ``count`` are ignored."""
+        """Tell the drafter rows ``start .. start + count - 1``; places at and after ``count`` are ignored."""
         ...
 
-    def draft(self) -> torch.Tensor:
-        """S drafted target ids per row, [B, S], from each row's last known state."""
-        ...
-
-
-class ChainFactory(Protocol):
-    """Makes the drafter's side of one batch."""
-
-    def __call__(self, batch_size: int, max_length: int) -> Chain:
-        """A chain for ``batch_size`` rows of up to ``max_length`` positions."""
+    def round(self, decoder: BlockDecoder, rows: Rows) -> Emitted:
+        """Draft from every row's last known state and let the target check it in one forward."""
         ...
 
 
 @dataclass(slots=True)
-class _Rows:
+class Rows:
     """Tokens of the rows of one batch: what is known, what is new, what is finished."""
 
     prompts: Sequence[Prompt]
@@ -82,10 +102,12 @@ class _Rows:
     eos_ids: frozenset[int]
     new: list[list[int]] = field(init=False)
     sizes: list[list[int]] = field(init=False)
+    accepted: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.new = [[] for _ in self.prompts]
         self.sizes = [[] for _ in self.prompts]
+        self.accepted = [[] for _ in self.prompts]
 
     def finished(self, row: int) -> bool:
         """The row's answer ended, by itself or at the limit."""
@@ -117,7 +139,7 @@ class _Rows:
 @torch.inference_mode()
 def decode_batch(
     decoder: BlockDecoder,
-    make_chain: ChainFactory,
+    mode: Mode,
     prompts: Sequence[Prompt],
     *,
     chain_length: int,
@@ -125,37 +147,101 @@ def decode_batch(
     eos_ids: Sequence[int],
     times: DecodeTimes,
 ) -> list[Decoded]:
-    """Decode B prompts speculatively and plainly and compare them token for token.
+    """Decode B prompts speculatively and plainly, both greedily, and compare them token for token.
 
     Raises:
         EvaluateError: The two differ; names the prompt, the place, both tokens and their logit gap.
     """
-    assert len(prompts) == decoder.batch_size
     prefill = decoder.prefill([p.ids for p in prompts])
-    assert prefill.aux_RPAD is not None
-    first_B = prefill.logits_RV.argmax(-1)
-
-    def rows() -> _Rows:
-        fresh = _Rows(prompts, max_new_tokens, frozenset(eos_ids))
-        for row in range(len(prompts)):
-            fresh.take(row, [int(first_B[row])])
-        return fresh
-
-    chain = make_chain(decoder.batch_size, decoder.max_length)
-    chain.extend(prefill.aux_RPAD, *_prompt_rows([p.ids for p in prompts], first_B))
+    rows = Rows(prompts, max_new_tokens, frozenset(eos_ids))
+    decoded, seconds = speculate(decoder, mode, rows, prefill)
+    times.speculative_s += seconds
+    plain = Rows(prompts, max_new_tokens, frozenset(eos_ids))
+    for row, choice in enumerate(prefill.logits_RV.argmax(-1).tolist()):
+        plain.take(row, [choice])
     started_s = time.perf_counter()
-    speculative = _speculate(decoder, chain, rows())
-    middle_s = time.perf_counter()
-    plain, gaps = _plain(decoder, rows(), speculative.new, chain_length + 1)
-    times.speculative_s += middle_s - started_s
-    times.plain_s += time.perf_counter() - middle_s
+    gaps = _plain(decoder, plain, rows.new, chain_length + 1)
+    times.plain_s += time.perf_counter() - started_s
     times.num_tokens += sum(len(ids) for ids in plain.new)
     for row, prompt in enumerate(prompts):
-        _require_equal(prompt, plain.new[row], speculative.new[row], gaps[row])
-    return [
-        Decoded(prompt, tuple(ids), tuple(sizes))
-        for prompt, ids, sizes in zip(prompts, speculative.new, speculative.sizes, strict=True)
+        _require_equal(prompt, plain.new[row], rows.new[row], gaps[row])
+    return decoded
+
+
+@torch.inference_mode()
+def speculate(
+    decoder: BlockDecoder, mode: Mode, rows: Rows, prefill: PrefillOutput, keys: Sequence[bytes] = ()
+) -> tuple[list[Decoded], float]:
+    """Decode B prompts in one mode.
+
+    Args:
+        decoder: Filled with the prompts.
+        mode: Fresh.
+        rows: Fresh; holds prompts and limits.
+        prefill: Of the prompts.
+        keys: Per prompt what its uniform numbers derive from; none when nothing is drawn.
+
+    Returns:
+        What was decoded, and the seconds of the rounds: both prefills are left out.
+    """
+    assert len(rows.prompts) == decoder.batch_size
+    assert prefill.aux_RPAD is not None
+    prompt_ids = [p.ids for p in rows.prompts]
+    first_B = mode.choose(prefill.logits_RV, keys, 0).cpu()
+    for row, choice in enumerate(first_B.tolist()):
+        rows.take(row, [choice])
+    mode.extend(prefill.aux_RPAD, *_prompt_rows(prompt_ids, first_B))
+    traces = [
+        _Trace([prefill.aux_RPAD[row, : len(ids)]], [prefill.last_RPD[row, : len(ids)]])
+        for row, ids in enumerate(prompt_ids)
     ]
+    decoder.settle()
+    started_s = time.perf_counter()
+    while live := rows.live:
+        start_B = rows.start_B()
+        found = mode.round(decoder, rows)
+        mode.extend(found.aux_BJAD, found.ids_BJ, start_B, found.accepted_B + 1)
+        for row in live:
+            accepted = int(found.accepted_B[row])
+            kept = rows.take(row, found.ids_BJ[row, : accepted + 1].tolist())
+            rows.sizes[row].append(kept)
+            rows.accepted[row].append(min(accepted, kept))
+            traces[row].add(found.aux_BJAD[row, : accepted + 1], found.last_BJD[row, : accepted + 1])
+    decoder.settle()
+    seconds = time.perf_counter() - started_s
+    decoded = [
+        Decoded(
+            prompt,
+            tuple(rows.new[row]),
+            tuple(rows.sizes[row]),
+            tuple(rows.accepted[row]),
+            traces[row].document(prompt.ids, rows.new[row]),
+        )
+        for row, prompt in enumerate(rows.prompts)
+    ]
+    return decoded, seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """States of one row's known tokens, in order."""
+
+    aux: list[torch.Tensor]
+    last: list[torch.Tensor]
+
+    def add(self, aux_JAD: torch.Tensor, last_JD: torch.Tensor) -> None:
+        self.aux.append(aux_JAD.clone())
+        self.last.append(last_JD.clone())
+
+    def document(self, prompt: Sequence[int], answer: Sequence[int]) -> Document:
+        """The last token was never read by the target: its row is zero, and nobody asks for it."""
+        ids_T = torch.tensor([*prompt, *answer])
+        mask_T = (torch.arange(len(ids_T)) >= len(prompt)).long()
+        states = []
+        for parts in (self.aux, self.last):
+            whole = torch.cat(parts)[: len(ids_T) - 1].cpu()
+            states.append(torch.cat([whole, torch.zeros_like(whole[:1])]))
+        return Document(ids_T, mask_T, *states)
 
 
 def _prompt_rows(
@@ -168,23 +254,7 @@ def _prompt_rows(
     return next_ids_BP, torch.zeros(len(prompts), dtype=torch.long), torch.tensor([len(ids) for ids in prompts])
 
 
-def _speculate(decoder: BlockDecoder, chain: Chain, rows: _Rows) -> _Rows:
-    while live := rows.live:
-        drafts_BS = chain.draft()
-        start_B = rows.start_B()
-        output = decoder.forward(torch.cat([rows.last_B()[:, None], drafts_BS.cpu()], dim=1), start_B)
-        assert output.aux_BJAD is not None
-        choice_BJ = output.logits_BJV.argmax(-1).cpu()
-        accepted_B = (choice_BJ[:, :-1] == drafts_BS.cpu()).long().cumprod(1).sum(1)
-        chain.extend(output.aux_BJAD, choice_BJ, start_B, accepted_B + 1)
-        for row in live:
-            rows.sizes[row].append(rows.take(row, choice_BJ[row, : int(accepted_B[row]) + 1].tolist()))
-    return rows
-
-
-def _plain(
-    decoder: BlockDecoder, rows: _Rows, rivals: Sequence[Sequence[int]], block: int
-) -> tuple[_Rows, list[list[float]]]:
+def _plain(decoder: BlockDecoder, rows: Rows, rivals: Sequence[Sequence[int]], block: int) -> list[list[float]]:
     """Plain greedy decoding, and per token the logit gap to the other side's token at that place."""
     gaps: list[list[float]] = [[0.0] for _ in rivals]
     while live := rows.live:
@@ -196,7 +266,7 @@ def _plain(
             choice, rival = int(choice_B[row]), rivals[row][place] if place < len(rivals[row]) else int(choice_B[row])
             gaps[row].append(float(logits_BV[row, choice]) - float(logits_BV[row, rival]))
             rows.take(row, [choice])
-    return rows, gaps
+    return gaps
 
 
 def _require_equal(prompt: Prompt, plain: Sequence[int], speculative: Sequence[int], gaps: Sequence[float]) -> None:

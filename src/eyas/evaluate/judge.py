@@ -20,25 +20,26 @@ from eyas import console
 from eyas.config import EvaluateConfig
 from eyas.contracts import AcceptanceReport, CheckpointMeta, TargetIdentity
 from eyas.drafter.chain import DraftChain
-from eyas.drafter.judged import target_argmax
+from eyas.drafter.judged import ahead, target_argmax
 from eyas.drafter.model import Drafter
-from eyas.drafter.rows import Document, pack_documents
-from eyas.drafter.ttt import draft_tokens
-from eyas.drafter.walk import spans
+from eyas.drafter.rows import Document
+from eyas.drafter.walk import spans, walk
 from eyas.engines.decode import BlockDecoder
 from eyas.errors import EvaluateError
+from eyas.evaluate.compare import Compared, Comparison
+from eyas.evaluate.cost import predictions
 from eyas.evaluate.decode import Decoded, DecodeTimes, Prompt, batches, decode_batch
 from eyas.evaluate.documents import walk_document
+from eyas.evaluate.drafting import draft_and_weigh, draft_documents
+from eyas.evaluate.modes import GreedyChain
 from eyas.evaluate.report import HeldOut, acceptance_report, agreement_of_rounds, held_out
-from eyas.evaluate.summary import WalkedDocument
+from eyas.evaluate.summary import LONGEST_CHAIN, WalkedDocument
 from eyas.evaluate.worst import DecodeText, worst_documents
 from eyas.shards.reader import ShardReader, StoredStates
 from eyas.target.load import TargetEnds
 
 PACK_TOKENS = 1024
 """Tokens of documents drafted side by side; they never see each other."""
-FILL_MULTIPLE = 64
-"""Packs are filled up to this many tokens and rows: few sizes of products (see ``drafter.precision``)."""
 
 
 def judge(
@@ -75,19 +76,32 @@ def judge(
     _check_belong_together(meta, reader, target)
     chosen = held_out(reader.samples)
     walked, baseline = _walk_all(drafter, untrained, reader, chosen, ends.head_VD, config)
-    room = target.max_position_embeddings - config.max_new_tokens - config.chain_length
+    model = load_target()
+    comparison = Comparison(model, drafter, meta, target, ends.head_VD, config)
+    room = target.max_position_embeddings - config.max_new_tokens - comparison.slack()
     prompts, answers = read_prompts(reader, chosen, config.decode_prompts, room)
-    decoded, times = decode_all(drafter, load_target(), meta, target, prompts, answers, config)
+    decoded, times = decode_all(drafter, model, meta, target, prompts, answers, config)
+    compared = comparison.run(prompts)
     result = acceptance_report(
         walked=walked,
         untrained=baseline,
         decoded=decoded,
+        modes=compared.checks(config),
         trained_sources=chosen.trained_sources,
         meta=meta,
         config=config,
     )
     first_answers = {prompt.sample_id: answer for prompt, answer in zip(prompts, answers, strict=True)}
-    facts = {
+    rounds = agreement_of_rounds(walked, decoded, first_answers)
+    if decode_text is not None:
+        result = dataclasses.replace(result, worst=worst_documents(walked, reader, decode_text))
+    return result, _facts(result, times, compared, config) | {"rounds": rounds}
+
+
+def _facts(result: AcceptanceReport, times: DecodeTimes, compared: Compared, config: EvaluateConfig) -> dict[str, Any]:
+    """What was measured on this machine."""
+    taus = {int(length): tau for length, tau in result.tau_by_chain.items()}
+    return {
         "decode": {
             "num_tokens": times.num_tokens,
             "speculative_s": round(times.speculative_s, 3),
@@ -95,11 +109,12 @@ def judge(
             "speculative_tokens_per_s": round(times.num_tokens / max(times.speculative_s, 1e-9), 1),
             "plain_tokens_per_s": round(times.num_tokens / max(times.plain_s, 1e-9), 1),
         },
-        "rounds": agreement_of_rounds(walked, decoded, first_answers),
+        "modes": compared.facts(config.chain_length),
+        "costs": {
+            "single" if suffix else "batch": dataclasses.asdict(costs) | {"predicted_speedup": predictions(costs, taus)}
+            for suffix, costs in compared.costs.items()
+        },
     }
-    if decode_text is not None:
-        result = dataclasses.replace(result, worst=worst_documents(walked, reader, decode_text))
-    return result, facts
 
 
 def _check_belong_together(meta: CheckpointMeta, reader: ShardReader, target: TargetIdentity) -> None:
@@ -131,7 +146,9 @@ def _walk_all(
     progress = console.Progress("evaluate walks", sum(s.num_tokens for s in chosen.samples))
     for group in document_groups(reader, chosen):
         argmaxes = [target_argmax(stored, head_VD) for stored in group]
-        walked += walk_group(drafter, group, argmaxes, config.chain_length)
+        walked += walk_group(
+            drafter, group, argmaxes, config.chain_length, head_VD=head_VD, temperature=config.temperature
+        )
         baseline += walk_group(untrained, group, argmaxes, config.chain_length)
         progress.advance(sum(s.sample.num_tokens for s in group))
     progress.close()
@@ -150,33 +167,58 @@ def document_groups(reader: ShardReader, chosen: HeldOut) -> Iterator[list[Store
 
 
 def walk_group(
-    drafter: Drafter, group: Sequence[StoredStates], argmaxes: Sequence[np.ndarray], chain_length: int
+    drafter: Drafter,
+    group: Sequence[StoredStates],
+    argmaxes: Sequence[np.ndarray],
+    chain_length: int,
+    *,
+    head_VD: torch.Tensor | None = None,
+    temperature: float = 0.0,
 ) -> list[WalkedDocument]:
     """Draft every row of some documents at once and walk each of them.
 
     Args:
         drafter: With the target's embedding and draft vocab set.
         group: Documents as stored.
-        argmaxes: Per document, see ``documents.target_argmax``.
-        chain_length: S.
+        argmaxes: Per document, see ``drafter.judged.target_argmax``.
+        chain_length: S of the headline.
+        head_VD: The target's head; with it all chain lengths are walked, and sampling is judged too.
+        temperature: At which it is judged; 0 judges greedy alone.
     """
     documents = [Document(s.input_ids_T, s.loss_mask_T, s.aux_TAD, s.last_TD) for s in group]
-    pack = pack_documents(documents, chain_length, FILL_MULTIPLE)
-    # rows that fill up lie behind every document and draft nothing
-    draft_TS = torch.full((len(pack.ids_T), chain_length), -1)
-    draft_TS[pack.rows_R] = draft_tokens(drafter, pack).cpu()
+    longest = chain_length if head_VD is None else max(chain_length, LONGEST_CHAIN)
+    if head_VD is not None and temperature:
+        drafted = draft_and_weigh(drafter, documents, longest, head_VD, temperature)
+    else:
+        drafted = draft_documents(drafter, documents, longest)
     t2d_V = drafter.t2d.cpu().numpy()
     return [
         walk_document(
             states.sample,
             states.input_ids_T.numpy().astype(np.int64),
             states.loss_mask_T.numpy(),
-            draft_TS[span.start : span.end].numpy(),
+            one.draft_TS,
             argmax_T,
             t2d_V,
+            chain_length=chain_length,
+            shares=one.shares,
         )
-        for states, argmax_T, span in zip(group, argmaxes, pack.documents, strict=True)
+        for states, argmax_T, one in zip(group, argmaxes, drafted, strict=True)
     ]
+
+
+def walked_alike(drafter: Drafter, decoded: Sequence[Decoded], chain_length: int) -> list[bool]:
+    """Whether the walk over each decoded text, with the states of its decoding, takes the loop's own rounds."""
+    found = []
+    for one in decoded:
+        assert one.document is not None
+        (drafted,) = draft_documents(drafter, [one.document], chain_length)
+        ids_T = one.document.ids_T.numpy()
+        (span,) = spans(one.document.mask_T.numpy())
+        rounds = walk(drafted.draft_TS == ahead(ids_T, chain_length), *span)
+        pairs = tuple((r.num_emitted, r.num_accepted) for r in rounds)
+        found.append(pairs == tuple(zip(one.round_sizes, one.round_accepted, strict=True)))
+    return found
 
 
 def read_prompts(
@@ -235,14 +277,16 @@ def decode_all(
         )
         results = decode_batch(
             decoder,
-            lambda batch_size, max_length: DraftChain(drafter, config.chain_length, batch_size, max_length),
+            GreedyChain(DraftChain(drafter, config.chain_length, len(batch), decoder.max_length)),
             [prompts[i] for i in batch],
             chain_length=config.chain_length,
             max_new_tokens=config.max_new_tokens,
             eos_ids=target.eos_token_ids,
             times=times,
         )
-        decoded.update(zip(batch, results, strict=True))
+        alike = walked_alike(drafter, results, config.chain_length)
+        for place, one, same in zip(batch, results, alike, strict=True):
+            decoded[place] = dataclasses.replace(one, walked_alike=same, document=None)
         progress.advance(len(batch))
     progress.close()
     return [decoded[i] for i in range(len(prompts))], times

@@ -57,11 +57,14 @@ def main(argv: Sequence[str]) -> None:
         run.num_tokens, run.work_s = facts["decode"]["num_tokens"], facts["decode"]["speculative_s"]
         run.facts.update(facts)
     console.emit(console.table(report.table_rows(result), report.TABLE_HEADERS))
+    if result.modes:
+        console.emit(console.table(report.mode_rows(result, facts["modes"]), report.MODE_HEADERS))
     console.emit(
         f"held out: tau {result.tau:.3f} (bonus included, chain of {result.chain_length}; "
         f"{'none' if result.tau_loop_free is None else f'{result.tau_loop_free:.3f}'} without loops), "
         f"untrained {result.tau_untrained:.3f}; speculative output equals plain greedy for all "
-        f"{sum(c.num_prompts for c in result.decode.values())} prompts"
+        f"{sum(c.num_prompts for c in result.decode.values())} prompts, and the walk takes its rounds for "
+        f"{sum(c.num_walked_alike for c in result.decode.values())} of them"
     )
 
 

@@ -11,6 +11,7 @@ from eyas import config, console, fs
 from eyas.config.images import check_image
 from eyas.config.schema import TrainConfig
 from eyas.contracts import CheckpointMeta, ShardManifest, TargetIdentity
+from eyas.evaluate.report import held_out
 from eyas.shards.reader import ShardReader
 from eyas.stages import common
 from eyas.target.load import require_device
@@ -37,6 +38,8 @@ def _main(argv: Sequence[str]) -> None:
         require_device("train.device", params.train.device)
         identity = fs.read_record(TargetIdentity, target)
         manifest = fs.read_record(ShardManifest, manifest_path)
+        reader = ShardReader(states, manifest)
+        held_out(reader.samples)  # a drafter that nothing could judge is refused before it is trained
     with open_world(params.train.device, params.train.packs_per_step) as world:
         world.on_first(lambda: ensure(identity, params.target) and None)
         inputs = Inputs(
@@ -44,7 +47,7 @@ def _main(argv: Sequence[str]) -> None:
             target_folder=ensure(identity, params.target),
             vocab_folder=draft_vocab,
             manifest=manifest,
-            reader=ShardReader(states, manifest),
+            reader=reader,
             drafter_config=params.drafter,
             config=params.train,
         )

@@ -12,6 +12,7 @@ from eyas.engines.decode import BlockDecoder
 from eyas.errors import EvaluateError
 from eyas.evaluate import decode
 from eyas.evaluate.decode import DecodeTimes, Prompt, batches, decode_batch
+from eyas.evaluate.modes import GreedyChain
 
 V, CHAIN, LIMIT = 61, 4, 14
 BOUNDARIES = (1, 2)
@@ -82,14 +83,9 @@ def run(target: LlamaForCausalLM, prompts: list[Prompt], wrong: list[set[int]], 
     texts = [[*p.ids, *greedy(target, p.ids, LIMIT, eos)] for p in prompts]
     longest = max(len(p.ids) for p in prompts)
     decoder = BlockDecoder(target, len(prompts), longest + LIMIT + CHAIN, boundaries=BOUNDARIES)
-
-    def chain(batch_size: int, max_length: int) -> TableChain:
-        assert batch_size == len(prompts)
-        return TableChain(texts, wrong)
-
     return decode_batch(
         decoder,
-        chain,
+        GreedyChain(TableChain(texts, wrong)),
         prompts,
         chain_length=CHAIN,
         max_new_tokens=LIMIT,
@@ -156,9 +152,9 @@ def test_batches_are_even_within_a_set_and_put_like_answers_together() -> None:
 
 
 def test_rows_stop_at_the_limit_and_at_the_end_of_turn() -> None:
-    rows = decode._Rows([Prompt("a", "s", (1,))], 4, frozenset({9}))
+    rows = decode.Rows([Prompt("a", "s", (1,))], 4, frozenset({9}))
     assert rows.take(0, [5, 9, 7]) == 2
     assert rows.finished(0)
-    rows = decode._Rows([Prompt("a", "s", (1,))], 4, frozenset({9}))
+    rows = decode.Rows([Prompt("a", "s", (1,))], 4, frozenset({9}))
     assert rows.take(0, [5, 6, 7, 8, 5]) == 4
     assert rows.finished(0)

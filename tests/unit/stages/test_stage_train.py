@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from eyas import config, console
-from eyas.errors import EyasError
+from eyas.contracts import StoredSample
+from eyas.errors import EvaluateError, EyasError
 from eyas.stages import train as stage
 from eyas.train import distributed
 
@@ -43,3 +45,18 @@ def test_what_one_process_alone_meets_is_told_by_it(local: int, monkeypatch: pyt
     monkeypatch.setenv("LOCAL_RANK", str(local))
     with pytest.raises(EyasError, match="mine"), distributed.told_once():
         raise EyasError("mine")
+
+
+def test_one_sample_is_refused_before_it_is_trained_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is held out, so nothing could judge the drafter: told before hours of steps, not after them."""
+    monkeypatch.chdir(tmp_path)
+    config.PARAMS_PATH.write_text((Path(__file__).parents[3] / config.PARAMS_PATH).read_text())
+    only = StoredSample(
+        sample_id="a", num_tokens=9, conversation_id="c", source="chats", split="train", variant="greedy"
+    )
+    monkeypatch.setattr(stage.fs, "read_record", lambda kind, path: SimpleNamespace())
+    monkeypatch.setattr(stage, "ShardReader", lambda folder, manifest: SimpleNamespace(samples=[only]))
+    monkeypatch.setattr(stage, "train", lambda *_: pytest.fail("a training began"))
+    with pytest.raises(EvaluateError, match=r"0 held-out documents.*\(chats; 1 conversations to train on\)") as caught:
+        stage.main(PATHS)
+    assert "two that begin differently" in (caught.value.hint or "")
