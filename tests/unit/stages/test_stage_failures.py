@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
+import json
+import platform
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,19 @@ def test_a_damaged_run_record_of_another_stage_does_not_fail_a_stage(
         run.num_tokens = 7
     assert (tmp_path / "reports/runs/plan.json").is_file()
     assert "reports/runs/train.json" in capsys.readouterr().err
+
+
+def test_a_run_record_has_versions_and_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 76: with which packages a report was made, from which bytes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").write_bytes(b"abc")
+    with common.stage_run("evaluate", [Path("in")], []):
+        pass
+    record = json.loads((tmp_path / "reports/runs/evaluate.json").read_text())
+    assert record["packages"]["torch"] == importlib.metadata.version("torch")
+    assert {"eyas", "transformers", "dvc"} < set(record["packages"])
+    assert record["python"] == platform.python_version()
+    assert record["reads"] == {"in": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"}
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS])

@@ -132,15 +132,13 @@ def _links(root: Path) -> str:
 def _owners(root: Path) -> str:
     """Files of somebody else where the container's user must write: a run as root leaves them."""
     uid, owner = os.getuid(), _owner(root)
-    if uid == 0:
+    if uid == 0 != owner:
         return (
-            ""
-            if owner == 0
-            else (
-                f"{root} belongs to user {owner}, and this is root, whose files that user could not change: "
-                f"sudo -u '#{owner}' make …"
-            )
+            f"{root} belongs to user {owner}, and this is root, whose files that user could not change: "
+            f"sudo -u '#{owner}' make …"
         )
+    if uid == 0:
+        return ""
     places = [root / name for name in (".dvc/tmp", ".dvc/cache", ".dvc/tmp/lock", ".eyas", "data", "models", "reports")]
     foreign = [str(place) for place in places if place.exists() and _owner(place) != uid]
     return f"{', '.join(foreign)} belong to another user: sudo chown -R {uid}:{os.getgid()} {root}" if foreign else ""
