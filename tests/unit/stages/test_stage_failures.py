@@ -52,3 +52,14 @@ def test_what_the_system_refuses_is_exit_2_with_a_hint(number: int, capsys: pyte
 def test_a_fault_of_our_own_keeps_its_traceback() -> None:
     with pytest.raises(FileNotFoundError), console.user_errors():
         raise FileNotFoundError(errno.ENOENT, "none", "some/path")
+
+
+@pytest.mark.parametrize(("count", "seconds", "speed"), [(12, 48.0, "0.25"), (3, 2.0, "1.5"), (40_000, 20.0, "2,000")])
+def test_progress_of_few_a_second_is_not_told_as_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: int, seconds: float, speed: str
+) -> None:
+    times = iter([0.0, seconds, seconds])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(console, "PLAIN_PROGRESS_EVERY_S", 1.0)
+    console.Progress("decodes", 80_000, unit="prompts").advance(count)
+    assert f" {speed} prompts/s, " in capsys.readouterr().err
