@@ -126,6 +126,14 @@ def test_a_box_of_buildah_is_removed(calls):
     assert calls[2][-1] == "box-1"
 
 
+@pytest.mark.parametrize("tool", builders.TOOLS)
+def test_every_tool_saves_an_archive_for_scanners(calls, tool, tmp_path):
+    Builder(tool).save("localhost/eyas:cpu", tmp_path / "image.tar")
+    (command,) = calls
+    assert command[0] == tool
+    assert any(str(tmp_path / "image.tar") in word for word in command)
+
+
 def test_no_tool_at_all_is_told(monkeypatch):
     monkeypatch.setattr(builders, "works", lambda tool: False)
     with pytest.raises(ConfigError, match="neither docker with buildx, podman nor buildah works here"):

@@ -13,6 +13,7 @@ from eyas.ops.image.check import check
 from eyas.ops.image.kernels import table
 from eyas.ops.image.pins import read_pins
 from eyas.ops.image.run import run
+from eyas.ops.image.sbom import write_sbom
 
 TARGETS = ("cpu", "ci", "cuda")
 
@@ -30,6 +31,7 @@ def main() -> None:
     for verb, what in (
         ("build", "build an image"),
         ("check", "build it twice, compare, look inside"),
+        ("sbom", "list what is in it, as SPDX"),
         ("run", "run in it"),
     ):
         one = verbs.add_parser(verb, help=what)
@@ -71,6 +73,10 @@ def act(args: argparse.Namespace) -> int:
     if args.verb == "check":
         check(root, builder, args.target, name, pins, say)
         say("twice the same bytes, and it works")
+        return 0
+    if args.verb == "sbom":
+        path, number = write_sbom(root, builder, args.target, name)
+        sys.stderr.write(f"{path.relative_to(root)}: {number:,} packages\n")
         return 0
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     return run(root, builder, name, command or ["bash"])

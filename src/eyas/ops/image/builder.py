@@ -92,6 +92,21 @@ class Builder:
         number, unit = json.loads(done.stdout)[0]["size"].split()
         return int(float(number) * {"KB": 1e3, "MB": 1e6, "GB": 1e9}[unit])
 
+    def save(self, name: str, archive: Path) -> None:
+        """Write an image as a docker archive, the form that every scanner reads.
+
+        Raises:
+            ImageError: The tool could not.
+        """
+        words = {
+            "docker": ["docker", "save", "-o", str(archive), name],
+            "podman": ["podman", "save", "--format=docker-archive", "-o", str(archive), name],
+            "buildah": ["buildah", "push", "-q", name, f"docker-archive:{archive}:{name}"],
+        }[self.tool]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ImageError(f"{self.tool} could not save {name}: {done.stderr.strip()[-300:]}", "is there room here?")
+
     def run(self, name: str, command: Sequence[str], options: RunOptions) -> int:
         """Run a command in a new container; its exit code."""
         if self.tool != "buildah":
