@@ -101,8 +101,9 @@ class Progress:
         elapsed_s = max(time.monotonic() - self._start_s, 1e-9)
         rate = (self.done - self._resumed) / elapsed_s
         left_s = (self.total - self.done) / rate if rate > 0 else 0.0
+        speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
         text = (
-            f"{self.what}: {self.done:,}/{self.total:,} {self.unit}, {rate:,.0f} {self.unit}/s, "
+            f"{self.what}: {self.done:,}/{self.total:,} {self.unit}, {speed} {self.unit}/s, "
             f"{human_seconds(left_s)} left{'  ' + note if note else ''}"
         )
         if self._terminal:

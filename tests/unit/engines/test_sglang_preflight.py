@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[3]
     ],
 )
 def test_attention_is_chosen_by_what_the_gpu_has_kernels_for(backend, capability, model_type, expected):
-    """0: the command is printed where no GPU can be asked."""
+    """Case 26; 0: the command is printed where no GPU can be asked."""
     assert preflight.check_attention(backend, capability, model_type) == expected
 
 
@@ -139,7 +139,7 @@ def test_a_server_of_another_model_version_or_setting_is_refused(changes, messag
     ],
 )
 def test_an_argument_that_takes_rows_away_is_refused_with_the_flag_to_change(name, value, hint):
-    """Case 43 and its like; the last one is an engine option."""
+    """Cases 43, 48 and their like; the last one is an engine option."""
     hello = dataclasses.replace(HELLO, server_args=HELLO.server_args | {name: value})
     with pytest.raises(ServerError, match=f"the server has {name} = {value!r}") as caught:
         preflight.check_hello(hello, EXPECTED)

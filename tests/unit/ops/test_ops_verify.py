@@ -12,6 +12,7 @@ from eyas import fs
 from eyas.canonical import digest
 from eyas.contracts import (
     CaptureIdentity,
+    CapturePlan,
     CheckpointMeta,
     DrafterShape,
     ExportMeta,
@@ -214,6 +215,21 @@ def test_an_artifact_of_older_inputs_is_out_of_date_and_not_damaged(finished: Pa
     assert states["checkpoint.json"].state == "out of date"
     assert "make repro" in states["checkpoint.json"].note
     assert not verified.is_damaged
+
+
+def test_states_of_another_prefill_chunk_are_told(finished: Path) -> None:
+    """Case 58: the chunk is part of the capture, and states of another one are not the plan's."""
+    manifest = fs.read_record(ShardManifest, finished / "data/hidden_states.json")
+    path = finished / "data/plan.json"
+    plan = fs.read_record(CapturePlan, path)
+    chunked = [
+        dataclasses.replace(plan.capture, engine_options={"chunked_prefill_size": size}) for size in (8192, 32768)
+    ]
+    assert len({manifest.identity, *(capture.digest for capture in chunked)}) == 3
+    fs.write_record(path, dataclasses.replace(plan, capture=chunked[1], identity=chunked[1].digest))
+    found = {Path(result.artifact).name: result for result in verify_all(finished).artifacts}["hidden_states.json"]
+    assert found.state == "out of date"
+    assert f"identity {manifest.identity[:16]}, expected {chunked[1].digest[:16]} (the plan's)" in found.note
 
 
 def test_account_of_the_plan_is_checked(finished: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
+import json
+import platform
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,19 @@ def test_a_damaged_run_record_of_another_stage_does_not_fail_a_stage(
     assert "reports/runs/train.json" in capsys.readouterr().err
 
 
+def test_a_run_record_has_versions_and_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 76: with which packages a report was made, from which bytes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").write_bytes(b"abc")
+    with common.stage_run("evaluate", [Path("in")], []):
+        pass
+    record = json.loads((tmp_path / "reports/runs/evaluate.json").read_text())
+    assert record["packages"]["torch"] == importlib.metadata.version("torch")
+    assert {"eyas", "transformers", "dvc"} < set(record["packages"])
+    assert record["python"] == platform.python_version()
+    assert record["reads"] == {"in": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"}
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS])
 def test_what_the_system_refuses_is_exit_2_with_a_hint(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught, console.user_errors():
@@ -36,3 +52,14 @@ def test_what_the_system_refuses_is_exit_2_with_a_hint(number: int, capsys: pyte
 def test_a_fault_of_our_own_keeps_its_traceback() -> None:
     with pytest.raises(FileNotFoundError), console.user_errors():
         raise FileNotFoundError(errno.ENOENT, "none", "some/path")
+
+
+@pytest.mark.parametrize(("count", "seconds", "speed"), [(12, 48.0, "0.25"), (3, 2.0, "1.5"), (40_000, 20.0, "2,000")])
+def test_progress_of_few_a_second_is_not_told_as_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: int, seconds: float, speed: str
+) -> None:
+    times = iter([0.0, seconds, seconds])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(console, "PLAIN_PROGRESS_EVERY_S", 1.0)
+    console.Progress("decodes", 80_000, unit="prompts").advance(count)
+    assert f" {speed} prompts/s, " in capsys.readouterr().err

@@ -35,8 +35,11 @@ assert not left, f"left over: {left}"
 print(" ".join(f"{n}={importlib.metadata.version(n)}" for n in ("torch", "dvc", "eyas")))
 """
 
+# One command a line: `set -e` looks only at the last one of a chain of `&&`.
 KERNEL_TEST = """set -e
-nvcc --version >/dev/null && c++ --version >/dev/null && ninja --version >/dev/null
+nvcc --version >/dev/null
+c++ --version >/dev/null
+ninja --version >/dev/null
 python -m eyas.ops.image kernels "$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/sgl_kernel"
 """
 

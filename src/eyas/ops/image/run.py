@@ -130,13 +130,22 @@ def _links(root: Path) -> str:
 
 
 def _owners(root: Path) -> str:
-    """Files of somebody else where the container's user must write: an earlier run as root leaves them."""
-    uid = os.getuid()
+    """Files of somebody else where the container's user must write: a run as root leaves them."""
+    uid, owner = os.getuid(), _owner(root)
+    if uid == 0 != owner:
+        return (
+            f"{root} belongs to user {owner}, and this is root, whose files that user could not change: "
+            f"sudo -u '#{owner}' make …"
+        )
     if uid == 0:
         return ""
     places = [root / name for name in (".dvc/tmp", ".dvc/cache", ".dvc/tmp/lock", ".eyas", "data", "models", "reports")]
-    foreign = [str(place) for place in places if place.exists() and place.stat().st_uid != uid]
+    foreign = [str(place) for place in places if place.exists() and _owner(place) != uid]
     return f"{', '.join(foreign)} belong to another user: sudo chown -R {uid}:{os.getgid()} {root}" if foreign else ""
+
+
+def _owner(path: Path) -> int:
+    return path.stat().st_uid
 
 
 def _gpu(root: Path, builder: Builder) -> str:
