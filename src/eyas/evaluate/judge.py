@@ -74,6 +74,7 @@ def judge(
         EvaluateError: Nothing was held out, the states are of another capture, or decoding is not lossless.
     """
     _check_belong_together(meta, reader, target)
+    _require_finite(drafter)
     chosen = held_out(reader.samples)
     walked, baseline = _walk_all(drafter, untrained, reader, chosen, ends.head_VD, config)
     model = load_target()
@@ -142,6 +143,13 @@ def _check_belong_together(meta: CheckpointMeta, reader: ShardReader, target: Ta
             f"the drafter was trained for target {meta.target[:16]}, this is {target.digest[:16]}, expected the same",
             "`dvc repro train`",
         )
+
+
+def _require_finite(drafter: Drafter) -> None:
+    """Of NaN any token is the argmax, so a broken drafter would pass for a poor one."""
+    for name, weight in drafter.named_parameters():
+        if not bool(torch.isfinite(weight).all()):
+            raise EvaluateError(f"the drafter's {name} holds NaN or infinite values", "`dvc repro --force train`")
 
 
 def _walk_all(

@@ -112,6 +112,20 @@ def test_an_imported_drafter_is_judged_and_the_record_says_so(reader, model, dra
         run(reader, model, drafters, meta={"capture_identity": "", "boundaries": (1, 2, 4)})
 
 
+def broken(module, name: str):
+    copied = copy.deepcopy(module)
+    dict(copied.named_parameters())[name].data.fill_(float("nan"))
+    return copied
+
+
+def test_a_broken_target_is_not_lossless_and_a_broken_drafter_is_not_poor(reader, model, drafters) -> None:
+    """Two texts of NaN are equal, and the argmax of NaN is a token like any other."""
+    with pytest.raises(EvaluateError, match="the target's logits hold NaN"):
+        run(reader, broken(model, "model.layers.3.mlp.down_proj.weight"), drafters)
+    with pytest.raises(EvaluateError, match=r"the drafter's lm_head\.weight holds NaN"):
+        run(reader, model, (broken(drafters[0], "lm_head.weight"), drafters[1]))
+
+
 def test_states_of_another_target_are_refused(reader, model, drafters) -> None:
     """An imported drafter of the right target says nothing of whose states lie there."""
     capture = dataclasses.replace(reader.manifest.capture, target="c" * 64)
