@@ -85,7 +85,7 @@ else
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary experiments doctor verify repair \
 	budget generations retire keep gc-plan gc adopt train-from export-states import-states check-export import-drafter bench-store \
 	bench-gc bench-train bench-train-quality bench-capture bench-faults parity serve-bench check test test-slow test-gpu test-kernels test-sglang \
-	test-vllm setup-sglang setup-vllm lock clean pins image image-check shell
+	test-vllm setup-sglang setup-vllm lock clean pins image image-check image-push sbom shell
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-19s %s\n",$$1,$$2}' Makefile
@@ -186,6 +186,10 @@ image: ## Build an image with docker, podman or buildah: IMAGE=cpu|ci|cuda (BASE
 	@$(CONTAINER) build --target $(IMAGE)
 image-check: ## Build it twice, compare, look inside, run its self-test; reports/bench/image.json
 	@$(CONTAINER) check --target $(IMAGE)
+sbom: $(READY_DEV) ## What is in the image, as SPDX: reports/sbom-<image>.spdx.json
+	@$(CONTAINER) sbom --target $(IMAGE)
+image-push: ## Push it, its digest to standard output: TO=registry/name:tag (REGISTRY_USER= REGISTRY_TOKEN=)
+	@$(CONTAINER) push --target $(IMAGE) $(call option,to,TO)
 shell: ## A shell in the image, in this repository
 	@$(CONTAINER) run --target $(IMAGE) -- bash
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -42,6 +42,8 @@ class Segment:
     own: slice
     """Place in a tensor of Y values."""
     weight_decay: float
+    second: slice | None = None
+    """Place among the second moments, which lie without gaps; None: Muon's, which has none."""
 
 
 def segments_of(
@@ -56,6 +58,16 @@ def segments_of(
             segments.append(Segment(slice(start, stop), own, weight_decay if start < num_matrix_values else 0.0))
             begin = own.stop
     return segments
+
+
+def with_second_moments(segments: Sequence[Segment], without: Sequence[slice]) -> tuple[list[Segment], int]:
+    """Segments with the places of their second moments, and how many values these are; those of ``without`` have none."""
+    placed, begin = [], 0
+    for segment in segments:
+        size = 0 if segment.whole in without else segment.own.stop - segment.own.start
+        placed.append(replace(segment, second=slice(begin, begin + size) if size else None))
+        begin += size
+    return placed, begin
 
 
 def adamw_(
@@ -125,9 +137,13 @@ class Optimizer:
         else:
             self._parts = EqualParts(world, num_values)
         edges = [edge for matrix in matrices for edge in (matrix.start, matrix.stop)]
-        self._segments = segments_of(self._parts.slices, weights.num_matrix_values, config.weight_decay, edges)
-        num_own = sum(part.stop - part.start for part in self._parts.slices)
-        self._own = {name: weights.master_P.new_zeros(num_own) for name in ("exp_avg", "exp_avg_sq")}
+        segments = segments_of(self._parts.slices, weights.num_matrix_values, config.weight_decay, edges)
+        self._segments, num_second = with_second_moments(segments, matrices)
+        self._num_own = sum(part.stop - part.start for part in self._parts.slices)
+        self._own = {
+            "exp_avg": weights.master_P.new_zeros(self._num_own),
+            "exp_avg_sq": weights.master_P.new_zeros(num_second),
+        }
         self._pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────
@@ -153,14 +169,14 @@ class Optimizer:
             self.settle()
         for segment in self._segments:
             exp_avg_Y = self._own["exp_avg"][segment.own]
-            if self._muon is not None and segment.whole in self._muon.places:
+            if self._muon is not None and segment.second is None:
                 self._muon.step(segment.whole, exp_avg_Y, lr, segment.weight_decay, grad_scale)
                 continue
             adamw_(
                 weights.master_P[segment.whole],
                 weights.grad_P[segment.whole],
                 exp_avg_Y,
-                self._own["exp_avg_sq"][segment.own],
+                self._own["exp_avg_sq"][segment.second],
                 products_X=None if weights.products_P is None else weights.products_P[segment.whole],
                 step=step + 1,
                 lr=lr,
@@ -197,10 +213,18 @@ class Optimizer:
         """This rank's values of a whole tensor."""
         return torch.cat([whole_P[part] for part in self._parts.slices]) if self._sharded else whole_P
 
+    def _own_values(self, name: str) -> torch.Tensor:
+        """A state as [Y]: second moments that are not kept are 0, in host memory if any are not."""
+        if name != "exp_avg_sq" or len(self._own[name]) == self._num_own:
+            return self._own[name]
+        out_Y = torch.zeros(self._num_own, device=self._own[name].device if self._sharded else "cpu")
+        for segment in self._segments:
+            if segment.second is not None:
+                out_Y[segment.own] = self._own[name][segment.second].to(out_Y.device)
+        return out_Y
+
     def _whole(self, name: str) -> torch.Tensor:
-        own_Y = self._own[name]
-        if not self._sharded:
-            return own_Y
+        own_Y = self._own_values(name)
         out_P, begin = torch.empty_like(self._weights.master_P), 0
         for part in self._parts.slices:
             out_P[part] = own_Y[begin : begin + part.stop - part.start]
@@ -213,7 +237,7 @@ class Optimizer:
     def state(self) -> dict[str, torch.Tensor]:
         """Whole tensors [P] by name; every rank must ask at the same time, and the first has all of them after."""
         if not self._sharded:
-            return dict(self._own)
+            return {name: self._own_values(name) for name in self._own}
         whole = {}
         for name in self._own:
             gathered_P = self._whole(name)
@@ -224,7 +248,13 @@ class Optimizer:
     @torch.no_grad()
     def restore(self, name: str, whole_P: torch.Tensor) -> None:
         """Take in what ``state`` gave, in a run of any number of processes."""
-        self._own[name].copy_(self._cut(whole_P))
+        own_Y = self._cut(whole_P)
+        if name != "exp_avg_sq":
+            self._own[name].copy_(own_Y)
+            return
+        for segment in self._segments:
+            if segment.second is not None:
+                self._own[name][segment.second] = own_Y[segment.own].to(self._own[name].device)
 
     @property
     def state_names(self) -> tuple[str, ...]:

@@ -126,6 +126,40 @@ def test_a_box_of_buildah_is_removed(calls):
     assert calls[2][-1] == "box-1"
 
 
+@pytest.mark.parametrize("tool", builders.TOOLS)
+def test_every_tool_saves_an_archive_for_scanners(calls, tool, tmp_path):
+    Builder(tool).save("localhost/eyas:cpu", tmp_path / "image.tar")
+    (command,) = calls
+    assert command[0] == tool
+    assert any(str(tmp_path / "image.tar") in word for word in command)
+
+
+def test_a_token_is_no_argument_of_a_push(monkeypatch):
+    """Arguments are read by everybody on a machine."""
+    seen = []
+
+    def record(command, input="", **_):  # noqa: A002 - subprocess names it so
+        seen.append((command, input))
+        for word in command:
+            if word.startswith("--digestfile="):
+                Path(word.partition("=")[2]).write_text(DIGEST + "\n")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(builders.subprocess, "run", record)
+    assert Builder("buildah").push("localhost/eyas:cpu", "ghcr.io/o/eyas:1", "me", "s3cret") == DIGEST
+    assert [command[1] for command, _ in seen] == ["login", "push"]
+    assert seen[0][1] == "s3cret"
+    assert seen[0][0][-1] == "ghcr.io"
+    assert not any("s3cret" in word for command, _ in seen for word in command)
+
+
+def test_a_registry_that_refuses_is_told(monkeypatch):
+    failed = subprocess.CompletedProcess([], 1, "", "unauthorized")
+    monkeypatch.setattr(builders.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(builders.ImageError, match=r"podman could not push r\.io/o/eyas:1: unauthorized"):
+        Builder("podman").push("localhost/eyas:cpu", "r.io/o/eyas:1", "", "")
+
+
 def test_no_tool_at_all_is_told(monkeypatch):
     monkeypatch.setattr(builders, "works", lambda tool: False)
     with pytest.raises(ConfigError, match="neither docker with buildx, podman nor buildah works here"):

@@ -125,6 +125,25 @@ def test_no_gradient_gives_no_update_and_no_nan():
     assert weights.master_P.isfinite().all()
 
 
+def test_hidden_matrices_keep_no_second_moment():
+    """Muon looks at none: at 8B that is 1.2 GB. A checkpoint still has one value for each weight, 0 for theirs."""
+    _, weights, optimizer = make(optimizer="muon")
+    hidden = sum(place.stop - place.start for place in muon.Muon(weights).places)
+    assert len(optimizer._own["exp_avg_sq"]) == len(weights.master_P) - hidden
+    weights.grad_P.fill_(1.0)
+    optimizer.step(0, 1e-3)
+    state = optimizer.state()
+    assert {name: len(values) for name, values in state.items()} == dict.fromkeys(state, len(weights.master_P))
+    for place in muon.Muon(weights).places:
+        assert not state["exp_avg_sq"][place].any()
+    assert int((state["exp_avg_sq"] > 0).sum()) == len(weights.master_P) - hidden
+
+    _, _, again = make(optimizer="muon")
+    for name, values in state.items():
+        again.restore(name, values)
+    assert all(torch.equal(values, again.state()[name]) for name, values in state.items())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("shape", SHAPES)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from eyas.errors import EyasError
-from eyas.ops.image.builder import find_builder
+from eyas.ops.image.builder import Builder, find_builder
 from eyas.ops.image.check import check
 from eyas.ops.image.kernels import table
 from eyas.ops.image.pins import read_pins
 from eyas.ops.image.run import run
+from eyas.ops.image.sbom import write_sbom
 
 TARGETS = ("cpu", "ci", "cuda")
 
@@ -30,10 +32,14 @@ def main() -> None:
     for verb, what in (
         ("build", "build an image"),
         ("check", "build it twice, compare, look inside"),
+        ("sbom", "list what is in it, as SPDX"),
+        ("push", "push it to a registry, by REGISTRY_USER and REGISTRY_TOKEN where they are set"),
         ("run", "run in it"),
     ):
         one = verbs.add_parser(verb, help=what)
         one.add_argument("--target", choices=TARGETS, default="cpu", help="(%(default)s)")
+        if verb == "push":
+            one.add_argument("--to", required=True, metavar="REGISTRY/NAME:TAG")
         if verb == "run":
             one.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ARGUMENTS")
     kernels = verbs.add_parser("kernels", help="GPU architectures of the libraries in wheels or folders")
@@ -72,8 +78,25 @@ def act(args: argparse.Namespace) -> int:
         check(root, builder, args.target, name, pins, say)
         say("twice the same bytes, and it works")
         return 0
+    if args.verb == "push":
+        push(builder, name, args.to)
+        return 0
+    if args.verb == "sbom":
+        path, number = write_sbom(root, builder, args.target, name)
+        sys.stderr.write(f"{path.relative_to(root)}: {number:,} packages\n")
+        return 0
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     return run(root, builder, name, command or ["bash"])
+
+
+def push(builder: Builder, name: str, to: str) -> None:
+    """Push, and say the digest: on standard output, and to a workflow's next steps."""
+    user, token = os.environ.get("REGISTRY_USER", ""), os.environ.get("REGISTRY_TOKEN", "")
+    digest = builder.push(name, to, user, token)
+    sys.stdout.write(f"{to}@{digest}\n")
+    if outputs := os.environ.get("GITHUB_OUTPUT"):
+        with Path(outputs).open("a") as file:
+            file.write(f"digest={digest}\n")
 
 
 def show_kernels(paths: Sequence[Path], wanted: Sequence[int], required: str) -> int:

@@ -92,6 +92,52 @@ class Builder:
         number, unit = json.loads(done.stdout)[0]["size"].split()
         return int(float(number) * {"KB": 1e3, "MB": 1e6, "GB": 1e9}[unit])
 
+    def save(self, name: str, archive: Path) -> None:
+        """Write an image as a docker archive, the form that every scanner reads.
+
+        Raises:
+            ImageError: The tool could not.
+        """
+        words = {
+            "docker": ["docker", "save", "-o", str(archive), name],
+            "podman": ["podman", "save", "--format=docker-archive", "-o", str(archive), name],
+            "buildah": ["buildah", "push", "-q", name, f"docker-archive:{archive}:{name}"],
+        }[self.tool]
+        self._must(words, f"save {name}")
+
+    def push(self, name: str, to: str, user: str, token: str) -> str:
+        """Push an image to a registry; the digest that it has there.
+
+        Args:
+            name: Of this machine.
+            to: ``ghcr.io/OWNER/eyas:1.0``.
+            user: Empty to push as whoever is logged in already.
+            token: Of that user; goes in by standard input, never as an argument.
+
+        Raises:
+            ImageError: The registry refuses.
+        """
+        if user:
+            login = [self.tool, "login", "--username", user, "--password-stdin", to.partition("/")[0]]
+            self._must(login, f"log in for {to}", given=token)
+        with tempfile.TemporaryDirectory() as folder:
+            digest = Path(folder) / "digest"
+            if self.tool == "docker":
+                self._must(["docker", "tag", name, to], f"tag {to}")
+                self._must(["docker", "push", "-q", to], f"push {to}")
+                found = self._must(
+                    ["docker", "image", "inspect", "--format", "{{index .RepoDigests 0}}", to], "inspect"
+                )
+                return found.strip().rpartition("@")[2]
+            self._must([self.tool, "push", "-q", f"--digestfile={digest}", name, f"docker://{to}"], f"push {to}")
+            return digest.read_text().strip()
+
+    def _must(self, command: list[str], what: str, given: str = "") -> str:
+        done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ImageError(f"{self.tool} could not {what}: {done.stderr.strip()[-300:]}", "its message says why")
+        return done.stdout
+
     def run(self, name: str, command: Sequence[str], options: RunOptions) -> int:
         """Run a command in a new container; its exit code."""
         if self.tool != "buildah":
