@@ -75,7 +75,8 @@ class ChainAcceptance:
 class SampledAcceptance:
     """Expected acceptance when drafter and target sample: a draft x is accepted with min(1, p(x)/q(x)).
 
-    Expectations along the same text, whose contexts are greedy ones: no random number is drawn.
+    Expectations along the same text, whose contexts are greedy ones: no random number is drawn. Sampled text is
+    harder to foretell: what a server sees at this temperature is ``AcceptanceReport.tau_sampled``.
     """
 
     temperature: float
@@ -217,6 +218,8 @@ class AcceptanceReport:
     drafter: str
     """Digest of the checkpoint record."""
     capture_identity: str
+    """Of the states that the drafter was trained on; empty for an imported one, which was trained elsewhere: what
+    is held out here may have trained it."""
     seed: int
     tau_by_chain: dict[str, float] = field(default_factory=dict)
     """Headline tau by chain length."""

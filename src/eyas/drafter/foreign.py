@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,7 @@ from eyas.errors import StoreError, TrainError
 
 EYAS_RECORD, CONFIG = "checkpoint.json", "config.json"
 WEIGHTS = ("drafter.safetensors", "model.safetensors", "pytorch_model.bin")
+SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|bin)")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 TARGETS_OWN = ("verifier_lm_head.weight", "verifier_norm.weight")
@@ -124,9 +127,17 @@ def _weight_files(folder: Path) -> list[Path]:
         if (folder / name).is_file():
             index = fs.read_json(folder / name)
             try:
-                return [folder / file for file in sorted(set(index["weight_map"].values()))]
+                files = sorted(set(index["weight_map"].values()))
             except (KeyError, TypeError, AttributeError) as error:
                 raise StoreError(f"{folder / name} is no index of weights: {error!r}") from None
+            odd = [file for file in files if not isinstance(file, str) or not SHARD_NAME.fullmatch(file)]
+            if odd or not files:
+                raise StoreError(
+                    f"{folder / name} names {odd[0]!r:.60}, expected files of its folder that end with .safetensors or .bin"
+                    if odd
+                    else f"{folder / name} names no file"
+                )
+            return [folder / file for file in files]
     if (folder / WEIGHTS[2]).is_file():
         return [folder / WEIGHTS[2]]
     raise StoreError(f"{folder} holds no weights, expected {', '.join(WEIGHTS)} or an index", f"`ls -l {folder}`")
@@ -150,7 +161,7 @@ def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
         value = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+    except (pickle.UnpicklingError, struct.error, RuntimeError, EOFError, ValueError, OSError) as error:
         first = next(iter(str(error).splitlines()), "")
         raise StoreError(f"{path} is no file of tensors alone: {first}", "convert it to safetensors first") from None
     if not isinstance(value, Mapping) or not all(isinstance(t, torch.Tensor) for t in value.values()):
@@ -181,7 +192,7 @@ def _tensor_problems(facts: ConfigFacts, found: Mapping[str, torch.Tensor]) -> l
             problems.append(f"{name}: unknown, {list(tensor.shape)}; a Llama-type layer has no such tensor")
         elif tuple(tensor.shape) != expected[name]:
             problems.append(f"{name}: {list(tensor.shape)}, its config says {list(expected[name])}")
-        elif not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+        elif not tensor.is_floating_point() or not bool(torch.isfinite(tensor.float()).all()):
             problems.append(f"{name}: {tensor.dtype} with values that are not finite, expected finite floats")
     return problems
 

@@ -6,7 +6,7 @@ authors' own files, with a draft vocab). Everything that a Llama-type drafter ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +25,51 @@ BOUNDARIES_SINCE = (0, 5)
 PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "num_hidden_layers": 1} | {
     "tie_word_embeddings": False
 }
+
+
+LARGEST_SIZE = 1 << 24
+"""Nothing that a drafter is built of has more entries; a config that says so would fill the memory first."""
+
+
+def _is_size(value: Any, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST_SIZE
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (
+        (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+            "draft_vocab_size",
+            "target_hidden_size",
+            "num_aux_hidden_states",
+            "max_position_embeddings",
+        ),
+        _is_size,
+        f"a whole number from 1 to {LARGEST_SIZE:,}",
+    ),
+    (("rms_norm_eps", "rope_theta", "factor"), _is_positive, "a finite number above 0"),
+    (("eagle_config", "rope_scaling", "rope_parameters"), lambda value: isinstance(value, dict), "an object"),
+    (
+        ("eagle_aux_hidden_state_layer_ids",),
+        lambda value: isinstance(value, list) and all(_is_size(each, least=0) for each in value),
+        "a list of whole numbers",
+    ),
+    (
+        ("architectures",),
+        lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
+        "a list of names",
+    ),
+)
+"""Names, what their value has to be, and how people say so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +97,7 @@ def read_config(config: Mapping[str, Any]) -> ConfigFacts:
     Raises:
         TrainError: It is of another kind of drafter; every reason is listed.
     """
+    _refuse_odd(config)
     if "speculators_model_type" in config or "speculators_config" in config:
         return _speculators(config)
     names = config.get("architectures") or []
@@ -63,8 +109,31 @@ def read_config(config: Mapping[str, Any]) -> ConfigFacts:
     return _sglang(config)
 
 
+def _refuse_odd(config: Mapping[str, Any]) -> None:
+    """Refuse values of another kind than a server reads under their names; null is as good as left out."""
+    layer = config.get("transformer_layer_config")
+    parts = [(config, "")] + ([(layer, "transformer_layer_config.")] if isinstance(layer, Mapping) else [])
+    parts += [
+        (part[key], f"{where}{key}.")
+        for part, where in tuple(parts)
+        for key in ("rope_parameters", "rope_scaling")
+        if isinstance(part.get(key), Mapping)
+    ]
+    problems = [
+        f"{where}{key}: {part[key]!r:.60}, expected {expected}"
+        for part, where in parts
+        for keys, is_right, expected in KINDS
+        for key in keys
+        if part.get(key) is not None and not is_right(part[key])
+    ]
+    if problems:
+        lines = "\n".join(f"- {problem}" for problem in problems)
+        raise TrainError(f"config.json is no drafter's:\n{lines}")
+
+
 def _sglang(config: Mapping[str, Any]) -> ConfigFacts:
     eagle = config.get("eagle_config") or {}
+    _refuse_odd(eagle)
     ids = eagle.get("eagle_aux_hidden_state_layer_ids")
     problems = _not_plain(config)
     if eagle.get("norm_before_fc", config.get("norm_before_fc")):
@@ -150,6 +219,13 @@ def _shape(
         theta, scaling = read_rope(layer)
     except RopeTypeError as error:
         problems.append(error.message)
+    else:
+        problems += [] if _is_positive(theta) else [f"rope_theta: {theta!r:.60}, expected a finite number above 0"]
+    heads, kv_heads = layer.get("num_attention_heads"), layer.get("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        problems.append(f"num_key_value_heads: {kv_heads}, expected a divisor of the {heads} heads")
+    if (draft_vocab_size or 0) > (layer.get("vocab_size") or LARGEST_SIZE):
+        problems.append(f"draft_vocab_size: {draft_vocab_size}, expected at most vocab_size {layer['vocab_size']}")
     if problems:
         lines = "\n".join(f"- {problem}" for problem in problems)
         raise TrainError(f"a drafter of this config.json is none that eyas can train:\n{lines}")

@@ -108,7 +108,7 @@ class Compared:
         found = {s: {m: sums.check(config) for m, sums in modes.items()} for s, modes in self.sums.items()}
         for source, modes in found.items():
             for mode, check in modes.items():
-                if check.p_value is not None and check.p_value < LEAST_P:
+                if check.p_value is not None and not check.p_value >= LEAST_P:
                     raise EvaluateError(
                         f"speculative sampling ({mode}, {source}) is not lossless: its {check.num_tokens:,} tokens are the "
                         f"target's samples with p = {check.p_value:.2g}, expected {LEAST_P:g} or more",

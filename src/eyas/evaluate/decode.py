@@ -153,6 +153,7 @@ def decode_batch(
         EvaluateError: The two differ; names the prompt, the place, both tokens and their logit gap.
     """
     prefill = decoder.prefill([p.ids for p in prompts])
+    _require_numbers(prefill.logits_RV, prompts)
     rows = Rows(prompts, max_new_tokens, frozenset(eos_ids))
     decoded, seconds = speculate(decoder, mode, rows, prefill)
     times.speculative_s += seconds
@@ -260,6 +261,7 @@ def _plain(decoder: BlockDecoder, rows: Rows, rivals: Sequence[Sequence[int]], b
     while live := rows.live:
         ids_BJ = rows.last_B()[:, None].expand(-1, block).contiguous()
         logits_BV = decoder.forward(ids_BJ, rows.start_B()).logits_BJV[:, 0]
+        _require_numbers(logits_BV, rows.prompts)
         choice_B = logits_BV.argmax(-1)
         for row in live:
             place = len(rows.new[row])
@@ -267,6 +269,17 @@ def _plain(decoder: BlockDecoder, rows: Rows, rivals: Sequence[Sequence[int]], b
             gaps[row].append(float(logits_BV[row, choice]) - float(logits_BV[row, rival]))
             rows.take(row, [choice])
     return gaps
+
+
+def _require_numbers(logits_BV: torch.Tensor, prompts: Sequence[Prompt]) -> None:
+    """Two decodings of NaN are equal, token for token: that is no losslessness."""
+    broken = logits_BV.isnan().any(-1).tolist()
+    if any(broken):
+        prompt = prompts[broken.index(True)]
+        raise EvaluateError(
+            f"the target's logits hold NaN: prompt {prompt.sample_id} ({prompt.source})",
+            "set evaluate.dtype=float32; if it stays, the target's files are damaged: `eyas doctor`",
+        )
 
 
 def _require_equal(prompt: Prompt, plain: Sequence[int], speculative: Sequence[int], gaps: Sequence[float]) -> None:

@@ -74,6 +74,7 @@ def judge(
         EvaluateError: Nothing was held out, the states are of another capture, or decoding is not lossless.
     """
     _check_belong_together(meta, reader, target)
+    _require_finite(drafter)
     chosen = held_out(reader.samples)
     walked, baseline = _walk_all(drafter, untrained, reader, chosen, ends.head_VD, config)
     model = load_target()
@@ -118,18 +119,37 @@ def _facts(result: AcceptanceReport, times: DecodeTimes, compared: Compared, con
 
 
 def _check_belong_together(meta: CheckpointMeta, reader: ShardReader, target: TargetIdentity) -> None:
-    """Drafter, states and target must be of one training."""
-    if reader.manifest.identity != meta.capture_identity:
+    """Drafter, states and target must be of one training; a drafter that was imported was trained on none of ours."""
+    capture = reader.manifest.capture
+    if meta.capture_identity and reader.manifest.identity != meta.capture_identity:
         raise EvaluateError(
             f"the drafter was trained on states {meta.capture_identity[:16]}, "
             f"these are {reader.manifest.identity[:16]}, expected the same",
             "`dvc repro train`",
+        )
+    if meta.boundaries != capture.boundaries:
+        raise EvaluateError(
+            f"the drafter reads boundaries {list(meta.boundaries)}, the states have {list(capture.boundaries)}, "
+            "expected the same",
+            f"`make repro` with extract.boundaries={list(meta.boundaries)}",
+        )
+    if capture.target != target.digest:
+        raise EvaluateError(
+            f"the states are of target {capture.target[:16]}, this is {target.digest[:16]}, expected the same",
+            "`dvc repro extract`",
         )
     if meta.target != target.digest:
         raise EvaluateError(
             f"the drafter was trained for target {meta.target[:16]}, this is {target.digest[:16]}, expected the same",
             "`dvc repro train`",
         )
+
+
+def _require_finite(drafter: Drafter) -> None:
+    """Of NaN any token is the argmax, so a broken drafter would pass for a poor one."""
+    for name, weight in drafter.named_parameters():
+        if not bool(torch.isfinite(weight).all()):
+            raise EvaluateError(f"the drafter's {name} holds NaN or infinite values", "`dvc repro --force train`")
 
 
 def _walk_all(

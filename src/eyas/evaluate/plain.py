@@ -98,7 +98,7 @@ class Leads:
         if gap <= 0:
             return
         limit = TIE_SHARES[logits_V.dtype] * float(logits_V.float().abs().max())
-        if gap > limit:
+        if not gap <= limit:  # NaN is no tie
             prompt = self._prompts[row]
             raise EvaluateError(
                 f"speculative decoding ({self._mode}) is not lossless: prompt {prompt.sample_id} ({prompt.source}), "

@@ -23,8 +23,11 @@ from eyas.export import loaders
 from eyas.export.config_json import sglang_config, vllm_config
 from eyas.export.tensors import EMBEDDING, WEIGHTS_FILE, read_tensors
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, CARD_FILE = "config.json", "README.md"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+SECTIONS = ("eagle_config", "speculators_config", "transformer_layer_config")
 WHOLE = ("rope_parameters", "rope_scaling")
 """Small dicts that are told as a whole."""
 LOCAL_PATH = re.compile(r"^(/|~|\.{1,2}/|file:|[A-Za-z]:\\)")
@@ -66,6 +69,8 @@ def examine(
     expected: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[list[str], dict[str, torch.Tensor]]:
     """Faults of a server's folder, one line each, and its tensors; arguments as for ``read_checked``."""
+    if not folder.is_dir():
+        return [f"{folder.name}: no folder of this server"], {}
     problems = list(file_problems(folder))
     try:
         config = fs.read_json(folder / CONFIG_FILE)
@@ -73,6 +78,9 @@ def examine(
         return [*problems, error.message], {}
     if not isinstance(config, dict):
         return [*problems, f"{CONFIG_FILE}: a {type(config).__name__}, expected an object"], {}
+    odd = [name for name in SECTIONS if name in config and not isinstance(config[name], dict)]
+    if odd:
+        return [*problems, *(f"{name}: {config[name]!r:.60}, expected an object" for name in odd)], {}
     problems += config_problems(server, config, shape, layer_ids, dtype)
     try:
         tensors = read_tensors(folder / WEIGHTS_FILE)
@@ -91,10 +99,14 @@ def listed(problems: Sequence[str]) -> str:
 
 
 def file_problems(folder: Path) -> Iterator[str]:
-    """Files that a server would load beside the weights: both read every weights file of a folder."""
+    """What is no file of an export: both servers read every weights file of a folder, its index and its code."""
     for path in sorted(folder.iterdir()):
-        if path.suffix in (".safetensors", ".bin", ".pt") and path.name != WEIGHTS_FILE:
+        if path.name in FILES:
+            continue
+        if path.suffix in WEIGHT_SUFFIXES:
             yield f"{path.name}: a second file of weights, the server may load it over the first"
+        else:
+            yield f"{path.name}: no file of an export, the server may read it"
 
 
 def config_problems(

@@ -7,14 +7,16 @@ What is read is the folder alone; what it should hold is worked out again from t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eyas import fs
 from eyas.canonical import digest
+from eyas.config import ExportConfig
 from eyas.contracts import CheckpointMeta, ExportMeta, TargetIdentity
-from eyas.errors import ExportError
+from eyas.errors import ConfigError, ExportError
 from eyas.export import check, compare
 from eyas.export.tensors import server_tensors
 from eyas.export.write import RECORD_FILE, server_layer_ids
@@ -37,8 +39,10 @@ def verify_export(folder: Path, drafter: Drafter, meta: CheckpointMeta, target: 
         StoreError: There is no record, or it is damaged.
     """
     record = fs.read_record(ExportMeta, folder / RECORD_FILE)
+    _refuse_unknown(record, folder)
     problems = list(_record_problems(record, meta, target))
     tensors, blamed = compare.drafter_tensors(drafter), {RECORD_FILE}
+    differences: list[float] = []
     for server in record.servers:
         ids = server_layer_ids(server, meta, target)
         expected = server_tensors(server, meta.shape, tensors, record.dtype)
@@ -47,7 +51,12 @@ def verify_export(folder: Path, drafter: Drafter, meta: CheckpointMeta, target: 
         if found:
             blamed.add(server)
         else:
-            compare.require_same_logits(server, meta.shape, read, drafter, record.dtype)
+            moved = compare.require_same_logits(server, meta.shape, read, drafter, record.dtype)
+            differences.append(moved)
+    if differences and not math.isclose(max(differences), record.max_logit_difference, rel_tol=0.01, abs_tol=1e-4):
+        problems.append(
+            f"{RECORD_FILE}: max_logit_difference {record.max_logit_difference:.4g}, measured {max(differences):.4g}"
+        )
     problems += _file_problems(folder, record, blamed)
     if problems:
         raise ExportError(
@@ -55,6 +64,16 @@ def verify_export(folder: Path, drafter: Drafter, meta: CheckpointMeta, target: 
             "`dvc repro --force --single-item export` writes it again",
         )
     return record
+
+
+def _refuse_unknown(record: ExportMeta, folder: Path) -> None:
+    """A record is no reason to read other folders than the servers', or to round to other dtypes than ours."""
+    try:
+        ExportConfig(servers=list(record.servers), dtype=record.dtype).check()
+    except ConfigError as error:
+        raise ExportError(
+            f"{folder / RECORD_FILE}: {error.message}", "`dvc repro --force --single-item export` writes it again"
+        ) from None
 
 
 def _record_problems(record: ExportMeta, meta: CheckpointMeta, target: TargetIdentity) -> Iterator[str]:

@@ -19,7 +19,7 @@ from eyas.contracts import CheckpointMeta, ExportMeta, TargetIdentity
 from eyas.engines import boundaries
 from eyas.export import compare
 from eyas.export.card import Evidence, model_card
-from eyas.export.check import CONFIG_FILE, read_checked, refuse_unservable
+from eyas.export.check import CARD_FILE, CONFIG_FILE, read_checked, refuse_unservable
 from eyas.export.config_json import sglang_config, vllm_config
 from eyas.export.tensors import WEIGHTS_FILE, server_tensors, write_tensors
 
@@ -63,7 +63,7 @@ def export(
             named = server_tensors(server, shape, tensors, config.dtype)
             _write_server(part / server, server, meta, ids[server], named, target, config)
             card = model_card(server, meta, target, ids[server], config, evidence)
-            fs.write_text(part / server / "README.md", card)
+            fs.write_text(part / server / CARD_FILE, card)
             found = read_checked(part / server, server, shape, ids[server], config.dtype, named)
             difference = max(difference, compare.require_same_logits(server, shape, found, drafter, config.dtype))
         record = ExportMeta(

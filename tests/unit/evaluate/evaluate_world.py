@@ -76,7 +76,7 @@ def store(model: LlamaForCausalLM, folder: Path, codec: str, last_rows: str) -> 
     kinds = [("chatterbot", "train")] * 2 + [("chatterbot", "held_out")] * 7 + [("human_eval", "held_out")] * 2
     tokens = {s.sample_id: s for s in (greedy_sample(model, i, *kind) for i, kind in enumerate(kinds))}
     capture = CaptureIdentity(
-        target="a" * 64,
+        target=tiny_target().digest,
         tokens="b" * 64,
         boundaries=BOUNDARIES,
         final_hidden="post_norm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -99,6 +100,39 @@ def test_states_of_another_capture_are_refused(reader, model, drafters) -> None:
 def test_a_drafter_of_another_target_is_refused(reader, model, drafters) -> None:
     with pytest.raises(EvaluateError, match="trained for target cccc"):
         run(reader, model, drafters, meta={"target": "c" * 64})
+
+
+def test_an_imported_drafter_is_judged_and_the_record_says_so(reader, model, drafters, judged) -> None:
+    """It names no states of ours, so those of its target at its boundaries are right; others are refused."""
+    quick = {"decode_prompts": 1, "mode_prompts": 0, "single_prompts": 0}
+    report, _ = run(reader, model, drafters, meta={"capture_identity": ""}, **quick)
+    assert report.capture_identity == ""
+    assert report.sets == judged[0].sets
+    with pytest.raises(EvaluateError, match=r"reads boundaries \[1, 2, 4\], the states have \[1, 2, 3\]"):
+        run(reader, model, drafters, meta={"capture_identity": "", "boundaries": (1, 2, 4)})
+
+
+def broken(module, name: str):
+    copied = copy.deepcopy(module)
+    dict(copied.named_parameters())[name].data.fill_(float("nan"))
+    return copied
+
+
+def test_a_broken_target_is_not_lossless_and_a_broken_drafter_is_not_poor(reader, model, drafters) -> None:
+    """Two texts of NaN are equal, and the argmax of NaN is a token like any other."""
+    with pytest.raises(EvaluateError, match="the target's logits hold NaN"):
+        run(reader, broken(model, "model.layers.3.mlp.down_proj.weight"), drafters)
+    with pytest.raises(EvaluateError, match=r"the drafter's lm_head\.weight holds NaN"):
+        run(reader, model, (broken(drafters[0], "lm_head.weight"), drafters[1]))
+
+
+def test_states_of_another_target_are_refused(reader, model, drafters) -> None:
+    """An imported drafter of the right target says nothing of whose states lie there."""
+    capture = dataclasses.replace(reader.manifest.capture, target="c" * 64)
+    other = copy.copy(reader)
+    other.manifest = dataclasses.replace(reader.manifest, capture=capture)
+    with pytest.raises(EvaluateError, match="the states are of target cccc"):
+        run(other, model, drafters, meta={"capture_identity": ""})
 
 
 def test_prompts_that_leave_no_room_are_not_decoded(reader, model, drafters) -> None:

@@ -147,6 +147,14 @@ def test_acceptance_of_another_version_is_shown_as_far_as_it_is_known(finished: 
         gather(finished)
 
 
+def test_a_drafter_that_was_trained_elsewhere_is_said_to_be(finished: Path) -> None:
+    """Nobody knows whether what is held out here trained it."""
+    path, sentence = finished / "reports/acceptance.json", "it was not trained on these states"
+    assert sentence not in words(render(gather(finished)))
+    fs.write_record(path, fs.read_json(path) | {"capture_identity": ""})
+    assert sentence in words(render(gather(finished)))
+
+
 def test_what_newer_reports_measure_is_shown(finished: Path) -> None:
     """Chains of every length, sampling, ways of decoding with their speed, and a real server."""
     path, run = finished / "reports/acceptance.json", finished / "reports/runs/evaluate.json"
@@ -156,6 +164,9 @@ def test_what_newer_reports_measure_is_shown(finished: Path) -> None:
     more["sampled"] = {"temperature": 0.75, "tau": 1.613, "tau_low": 1.5, "tau_high": 1.7}
     record["sets"]["chatterbot"] |= more
     record["modes"] = {"chatterbot": {"tree": {"temperature": 0, "tau": 2.031, "batch_size": 8, "num_identical": 7}}}
+    drawn = {"temperature": 0.75, "tau": 1.371, "tau_low": 1.2, "tau_high": 1.5, "tau_expected": 1.361}
+    record["modes"]["chatterbot"]["sampled"] = drawn | {"num_prompts": 8, "num_tokens": 412}
+    record["tau_sampled"] = 1.361
     fs.write_record(path, record)
     train = fs.read_json(finished / "reports/runs/train.json")
     fs.write_record(run, train | {"stage": "evaluate", "facts": {"modes": {"batch": {"tree": {"speedup": 1.257}}}}})
@@ -167,7 +178,10 @@ def test_what_newer_reports_measure_is_shown(finished: Path) -> None:
     shown = words(page)
     assert "tau by chain length over draft tokens a round: chatterbot ends at 1.88" in page  # 1 + 7/8
     assert "0 50.0% 1 30.0% 2 20.0%" in shown
-    assert "chatterbot 0.75 1.613 1.500 to 1.700" in shown
+    assert "tau of sampled text, all sets trained on: 1.361." in shown
+    assert "chatterbot, sampled 0.75 1.371 1.200 to 1.500 1.361 8 412" in shown
+    greedy = shown.index("chatterbot 0.75 1.613 1.500 to 1.700")
+    assert shown.index("Foretold along greedy text") < greedy < shown.index("are no forecast of it")
     assert "chatterbot, tree 2.031 8 not measured 7 not measured 1.26 x" in shown
     assert "sglang &lt;x&gt;, server tau 1.789, offline tau 1.801." in shown
     assert "8 1.789 41 62 1.50 16 1.789" in shown  # smaller batches first

@@ -20,9 +20,10 @@ def acceptance(sources: Sources) -> Iterator[str]:
     yield section(
         "acceptance",
         "Acceptance",
+        *_elsewhere(found),
         _sets(found),
         note(
-            "tau is the exact walk over the target's own greedy text; its interval is a bootstrap over documents. "
+            "tau is the exact walk over the target's own greedy text; its interval is a bootstrap over conversations. "
             "Real decoding runs both models. Text that repeats itself inflates tau: loop-free counts documents with "
             "a loop share under 5 %."
         ),
@@ -34,6 +35,14 @@ def acceptance(sources: Sources) -> Iterator[str]:
         *worst(found),
         details("Every figure of reports/acceptance.json", _everything(found)),
     )
+
+
+def _elsewhere(found: Figures) -> Iterator[str]:
+    if found.values.get("capture_identity") == "":
+        yield paragraph(
+            "This drafter was imported: it was not trained on these states. What it was trained on is not known, and texts "
+            "that are held out here may be among it."
+        )
 
 
 def _sets(found: Figures) -> str:
@@ -119,24 +128,54 @@ def _by_key(values: dict[str, float | None]) -> list[tuple[float, float]]:
 
 
 def _sampled(found: Figures) -> Iterator[str]:
-    """What to expect when drafter and target sample."""
-    sampled = {name: entry.group("sampled") for name, entry in found.groups("sets").items()}
-    rows = [
-        (
-            name,
-            number(entry.number("temperature"), 2),
-            number(entry.number("tau")),
-            span(entry),
-            number(entry.number("tau_greedy_drafts")),
-            share(entry.number("covered_mass")),
-        )
-        for name, entry in sampled.items()
-        if entry.values
-    ]
-    if rows:
+    """What to expect when drafter and target sample: what sampled text gave, then the rule along the greedy text."""
+    drawn, foretold = list(_drawn(found)), list(_foretold(found))
+    if not drawn and not foretold:
+        return
+    yield subtitle("When sampling")
+    total = found.number("tau_sampled")
+    if total is not None:
+        yield paragraph(f"tau of sampled text, all sets trained on: {number(total)}.")
+    if drawn:
+        headers = ("prompt set, mode", "temperature", "tau", "95 % interval", "foretold on it", "prompts", "tokens")
+        yield table("tau of sampled text", headers, drawn, numeric=range(1, 7))
+    if foretold:
+        yield paragraph("Foretold along greedy text:")
         headers = ("prompt set", "temperature", "tau", "95 % interval", "greedy drafts", "mass in draft vocab")
-        yield subtitle("When sampling")
-        yield table("tau when sampling", headers, rows, numeric=range(1, 6))
+        yield table("Foretold along greedy text", headers, foretold, numeric=range(1, 6))
+        yield note(
+            "Greedy text is easier to foretell than text that is sampled: a server at this temperature sees the tau of "
+            "sampled text; the figures along greedy text are no forecast of it."
+        )
+
+
+def _drawn(found: Figures) -> Iterator[tuple[object, ...]]:
+    """Of prompts that were really decoded at the temperature."""
+    for name, modes in found.groups("modes").items():
+        for mode, check in ((key, Figures.of(value)) for key, value in sorted(modes.values.items())):
+            if check.number("temperature"):
+                yield (
+                    f"{name}, {mode.replace('_', ' ')}",
+                    number(check.number("temperature"), 2),
+                    number(check.number("tau")),
+                    span(check),
+                    number(check.number("tau_expected")),
+                    count(check.number("num_prompts")),
+                    count(check.number("num_tokens")),
+                )
+
+
+def _foretold(found: Figures) -> Iterator[tuple[object, ...]]:
+    for name, entry in ((key, value.group("sampled")) for key, value in found.groups("sets").items()):
+        if entry.values:
+            yield (
+                name,
+                number(entry.number("temperature"), 2),
+                number(entry.number("tau")),
+                span(entry),
+                number(entry.number("tau_greedy_drafts")),
+                share(entry.number("covered_mass")),
+            )
 
 
 def _modes(found: Figures, evaluate: Figures) -> Iterator[str]:
