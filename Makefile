@@ -120,6 +120,7 @@ export: $(READY) ## The drafter for SGLang and vLLM
 report: $(READY) ## reports/index.html; AGAINST=<rev>: this run beside that one, reports/against.html (JSON=1)
 $(GUARDED):
 	$(STATE_HERE)
+	$(if $(and $(filter report,$@),$(value AGAINST)),@eyas compare --known -- $(call quoted,AGAINST))
 	$(GUARD) dvc repro $@
 	$(if $(and $(filter report,$@),$(value AGAINST)),@eyas compare $(JSON_FLAG) -- $(call quoted,AGAINST))
 $(filter-out $(GUARDED),$(PIPELINE)):

@@ -87,6 +87,7 @@ def _add_looks(commands: argparse._SubParsersAction) -> None:
         run.compare,
         "this run beside another revision's, read from git and DVC's cache; writes reports/against.html",
     )
+    other.add_argument("--known", action="store_true", help="only look whether there is such a revision")
     other.add_argument("revision", metavar="REV", help="branch, tag, commit or DVC experiment")
     listed = _add(
         commands, "generations", run.generations, "every version of the hidden states, and what gc would free"

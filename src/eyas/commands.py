@@ -148,7 +148,11 @@ def summary(arguments: argparse.Namespace) -> int:
 
 def compare(arguments: argparse.Namespace) -> int:
     from eyas.report.compare import as_text, compare, values
+    from eyas.report.revision import find
 
+    if arguments.known:
+        find(Path(), arguments.revision)
+        return 0
     found = compare(Path(), arguments.revision)
     console.emit(canonical_json(values(found)) if arguments.json else as_text(found))
     return 0

@@ -80,10 +80,16 @@ def _line(index: int, name: str, points: Sequence[tuple[float, float]]) -> str:
     return f'<polyline class="line {style}" points="{path}">{title}</polyline>'
 
 
+def _last(points: Sequence[tuple[float, float]]) -> str:
+    """Where a line ends; a single point is said as it is."""
+    value = f" <b>{points[-1][1]:.3g}</b>"
+    return f", last{value}" if len(points) > 1 else value
+
+
 def _legend(drawn: Sequence[Series]) -> str:
     keys = "".join(
         f'<li><svg class="swatch" viewBox="0 0 22 6" aria-hidden="true"><line class="line s{index % NUM_STYLES}" x1="0" '
-        f'x2="22" y1="3" y2="3"/></svg>{escape(name)} <b>{points[-1][1]:.3g}</b></li>'
+        f'x2="22" y1="3" y2="3"/></svg>{escape(name)}{_last(points)}</li>'
         for index, (name, points) in enumerate(drawn)
     )
     return f'<ul class="legend">{keys}</ul>'

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eyas import fs
+from eyas import cli, fs
 from eyas.errors import StoreError
 from eyas.report.compare import PAGE, as_text, compare, values
 from eyas.report.measures import Measure
@@ -176,3 +176,20 @@ def test_a_lock_that_leads_outside_is_not_followed(repository: Path) -> None:
     lock.write_text(lock.read_text().replace(lock.read_text().split("models/drafter, md5: ")[1].split(",")[0], listed))
     git(repository, "commit", "-qam", "odd")
     assert compare(repository, "HEAD").there.checkpoint is None
+
+
+def test_a_name_is_looked_up_before_anything_runs(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`make report AGAINST=typo` would otherwise say so after hours of other stages; nothing is written."""
+    monkeypatch.chdir(repository)
+    cli.main(["compare", "--known", "HEAD"])
+    with pytest.raises(SystemExit):
+        cli.main(["compare", "--known", "typo"])
+    assert "'typo' is no revision" in capsys.readouterr().err
+    assert not (repository / "reports/against.html").exists()
+    lines = (Path(__file__).parents[3] / "Makefile").read_text().splitlines()
+    known, guarded = (
+        next(i for i, line in enumerate(lines) if text in line) for text in ("--known", "$(GUARD) dvc repro $@")
+    )
+    assert known < guarded
