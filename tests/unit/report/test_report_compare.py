@@ -183,7 +183,9 @@ def test_a_name_is_looked_up_before_anything_runs(
 ) -> None:
     """`make report AGAINST=typo` would otherwise say so after hours of other stages; nothing is written."""
     monkeypatch.chdir(repository)
-    cli.main(["compare", "--known", "HEAD"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["compare", "--known", "HEAD"])
+    assert not ended.value.code
     with pytest.raises(SystemExit):
         cli.main(["compare", "--known", "typo"])
     assert "'typo' is no revision" in capsys.readouterr().err
