@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from eyas.drafter.chain import DraftChain
 from eyas.engines.decode import BlockDecoder
 from eyas.evaluate.decode import DecodeTimes, Prompt, decode_batch
+from eyas.evaluate.modes import GreedyChain
 from eyas.ops.serve.offline import Written, as_served, walk_written
 from eyas.target.load import load_model, read_ends
 from learned_drafter import STEPS, learn, prompts
@@ -37,7 +38,7 @@ def test_rounds_are_those_of_real_decoding(world):
     asked = [Prompt(f"p{i}", "s", tuple(ids)) for i, ids in enumerate(prompts(8, 64) + prompts(4, 64, seed=9))]
     decoded = decode_batch(
         BlockDecoder(model, len(asked), 64, BOUNDARIES),
-        lambda batch_size, max_length: DraftChain(drafter, STEPS, batch_size, max_length),
+        GreedyChain(DraftChain(drafter, STEPS, len(asked), 64)),
         asked, chain_length=STEPS, max_new_tokens=30, eos_ids=(2,), times=DecodeTimes(),
     )  # fmt: skip
     written = [

@@ -9,7 +9,6 @@ checksum that every Python has: nothing needs to be installed beside a vLLM that
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import zlib
@@ -86,12 +85,13 @@ def _write_all(fd: int, data: memoryview) -> None:
 
 def write_failure(path: Path, reason: str) -> None:
     """Say that a request's states could not be written; a full disk still has room for the empty file."""
-    failed = path.with_suffix(FAILED)
-    failed.touch()
-    with contextlib.suppress(OSError):
-        part = path.with_suffix(PART)
+    failed, part = path.with_suffix(FAILED), path.with_suffix(PART)
+    try:
         part.write_text(reason)
         os.replace(part, failed)
+    except OSError:
+        part.unlink(missing_ok=True)
+        failed.touch()
 
 
 def read(path: Path) -> StatesFile:
