@@ -23,8 +23,8 @@ RUN python3 -m venv /opt/eyas
 COPY requirements/cpu.lock /tmp/cpu.lock
 # setuptools first: it builds the one package that has no wheel.
 # hadolint ignore=DL3013,DL3042
-RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,id=eyas-pip,target=/root/.cache/pip \
-    pip() { /opt/eyas/bin/python -m pip install -qq "$@"; } \
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,id=eyas-pip,target=/var/cache/pip \
+    pip() { /opt/eyas/bin/python -m pip install -qq --cache-dir=/var/cache/pip "$@"; } \
  && awk '/^[a-z]/{on=/^setuptools==/} on' /tmp/cpu.lock > /tmp/setuptools.lock \
  && pip --require-hashes --no-deps -r /tmp/setuptools.lock \
  && pip --require-hashes --no-deps --use-pep517 --no-build-isolation -r /tmp/cpu.lock \
@@ -47,7 +47,7 @@ COPY src /opt/eyas/source/src
 RUN pip install -qq --no-cache-dir --no-index --no-deps --no-build-isolation /opt/eyas/source \
  && rm -rf /opt/eyas/source /tmp/*
 USER 1000:1000
-WORKDIR /work
+WORKDIR /workspace
 HEALTHCHECK --interval=5m --timeout=60s CMD ["eyas", "doctor"]
 ENTRYPOINT ["tini", "-g", "--"]
 CMD ["bash"]
@@ -57,8 +57,8 @@ ARG SOURCE_DATE_EPOCH=0
 USER 0:0
 COPY requirements/dev.lock /tmp/dev.lock
 # hadolint ignore=DL3042
-RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,id=eyas-pip,target=/root/.cache/pip \
-    pip install -qq --require-hashes --no-deps --use-pep517 --no-build-isolation -r /tmp/dev.lock \
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,id=eyas-pip,target=/var/cache/pip \
+    pip install -qq --cache-dir=/var/cache/pip --require-hashes --no-deps --use-pep517 --no-build-isolation -r /tmp/dev.lock \
  && rm -rf /tmp/*
 USER 1000:1000
 
@@ -79,8 +79,8 @@ ARG SOURCE_DATE_EPOCH=0
 RUN python3 -m venv /opt/eyas
 COPY requirements/cuda.lock /tmp/cuda.lock
 # hadolint ignore=DL3042
-RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,id=eyas-pip,target=/root/.cache/pip \
-    /opt/eyas/bin/python -m pip install -qq --require-hashes --no-deps -r /tmp/cuda.lock \
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,id=eyas-pip,target=/var/cache/pip \
+    /opt/eyas/bin/python -m pip install -qq --cache-dir=/var/cache/pip --require-hashes --no-deps -r /tmp/cuda.lock \
  && rm -rf /tmp/*
 
 FROM cuda-system AS cuda
@@ -100,7 +100,7 @@ COPY src /opt/eyas/source/src
 RUN pip install -qq --no-cache-dir --no-index --no-deps --no-build-isolation /opt/eyas/source \
  && rm -rf /opt/eyas/source /tmp/*
 USER 1000:1000
-WORKDIR /work
+WORKDIR /workspace
 HEALTHCHECK --interval=5m --timeout=60s CMD ["eyas", "doctor"]
 ENTRYPOINT ["tini", "-g", "--"]
 CMD ["bash"]

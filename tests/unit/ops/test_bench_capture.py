@@ -35,3 +35,8 @@ def test_the_lowest_rate_of_what_a_stage_needs_bounds_it() -> None:
     assert round(found["matrix"], -2) == 53_500
     assert round(found["disk"], -3) == 42_000
     assert bound == {"prefill": "matrix", "capture": "matrix", "store": "disk"}
+
+
+def test_on_a_cpu_products_bound_everything_and_are_not_measured() -> None:
+    _, bound = ceilings({"encode_gb_s": 0.2, "disk_gb_s": 1.5}, 1e7, 2048, 1400)
+    assert set(bound.values()) == {"this CPU's products, not measured"}

@@ -93,11 +93,10 @@ def command(wanted: Wanted, python: str, port: int, num_tokens: int = 0, capabil
         capability: Of the GPU; 0 on a CPU, and where it is not known.
     """
     options = dict(wanted.options)
-    attention = options.pop("attention_backend", None)
+    named = options.pop("attention_backend", None)
+    attention = None if named is None else str(named)
     if wanted.device != "cpu":
-        attention = preflight.check_attention(
-            None if attention is None else str(attention), capability, wanted.target.model_type
-        )
+        attention = preflight.check_attention(attention, capability, wanted.target.model_type)
     numbers: dict[str, Any] = {name: int(value) for name, value in options.items()}
     arguments = versions.server_arguments(
         wanted.version,
@@ -106,7 +105,7 @@ def command(wanted: Wanted, python: str, port: int, num_tokens: int = 0, capabil
             port=port,
             device=wanted.device,
             dtype=wanted.dtype,
-            attention_backend=None if attention is None else str(attention),
+            attention_backend=attention,
             max_total_tokens=max(CPU_POOL_TOKENS, num_tokens + 1024) if wanted.device == "cpu" else None,
             decode=not wanted.boundaries,
             further=[

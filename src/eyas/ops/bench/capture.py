@@ -256,10 +256,9 @@ def ceilings(
     found = {"encode": machine["encode_gb_s"] * 1e9 / payload_bytes, "disk": machine["disk_gb_s"] * 1e9 / stored_bytes}
     if "matrix_flop_s" in machine:
         found |= {"matrix": machine["matrix_flop_s"] / flop, "copy": machine["copy_gb_s"] * 1e9 / payload_bytes}
-    bound = {}
-    for stage, needs in NEEDS.items():
-        known = [part for part in needs if part in found]
-        bound[stage] = min(known, key=found.__getitem__) if known else "this CPU's products, not measured"
+    if "matrix" not in found:
+        return found, dict.fromkeys(NEEDS, "this CPU's products, not measured")
+    bound = {stage: min(needs, key=found.__getitem__) for stage, needs in NEEDS.items()}
     return found, bound
 
 
@@ -312,38 +311,56 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         warm = listed[: args.warm]
         found["warm_s"] = [prefill(engine, warm, "warm"), capture(engine, warm)]
         _say({"warm_s": found["warm_s"]})
-        runs: list[tuple[str, float]] = []
-        for number, mode in enumerate(args.modes.split(",")):
-            if mode == "prefill":
-                runs.append((mode, prefill(engine, listed, f"prefill-{number}")))
-            elif mode == "capture":
-                runs.append((mode, capture(engine, listed)))
-            else:
-                stored = store(engine, samples, target, args, work / f"store-{number}")
-                shutil.rmtree(work / f"store-{number}")
-                found["stored_share"] = stored["bytes"] / stored["payload"]
-                runs.append((mode, stored["seconds"]))
-            _say({mode: sum(lengths) / runs[-1][1]})
+        runs, found["stored_share"] = _in_turns(engine, samples, target, args)
     finally:
         engine.close()
-    rates = {mode: [sum(lengths) / s for m, s in runs if m == mode] for mode in ("prefill", "capture", "store")}
-    mean = sum(lengths) / len(lengths)
-    per_token = flops_per_token(shape, sum(n * n for n in lengths) / len(lengths), mean)
-    for mode, values in rates.items():
-        if values:
-            found[f"{mode}_tokens_s"], found[f"{mode}_runs"] = sum(values) / len(values), values
-    base = found.get("prefill_tokens_s", math.nan)
-    found["ratios"] = {mode: found[f"{mode}_tokens_s"] / base for mode in ("capture", "store") if rates[mode]}
-    if "matrix_flop_s" in found["machine"]:
-        found["prefill_share_of_matrix_rate"] = base * per_token / found["machine"]["matrix_flop_s"]
-    payload = 2.0 * (len(BOUNDARIES[args.shape]) + 1) * shape["hidden_size"]
-    stored_bytes = payload * found.get("stored_share", 1.0)
-    found["ceilings_tokens_s"], found["bound"] = ceilings(found["machine"], per_token, payload, stored_bytes)
-    return found | {
-        "shape": args.shape, "tokens": sum(lengths), "samples": len(lengths), "flop_per_token": per_token,
-        "options": options, "codec": args.codec, "engine": engine_version("sglang"), "cores": config.cores(),
+    return found | _figures(runs, lengths, found, args) | {
+        "shape": args.shape, "tokens": sum(lengths), "samples": len(lengths), "options": options, "codec": args.codec,
+        "engine": engine_version("sglang"), "cores": config.cores(),
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
     }  # fmt: skip
+
+
+def _in_turns(
+    engine: SglangEngine, samples: dict[str, TokenSample], target: TargetIdentity, args: argparse.Namespace
+) -> tuple[list[tuple[str, float]], float]:
+    """Seconds of every mode that was asked for, in that order, and the stored share of the bf16 bytes (1 without a store)."""
+    listed, share, runs = list(samples.values()), 1.0, list[tuple[str, float]]()
+    num_tokens = sum(len(sample.input_ids) for sample in listed)
+    for number, mode in enumerate(args.modes.split(",")):
+        if mode == "prefill":
+            runs.append((mode, prefill(engine, listed, f"prefill-{number}")))
+        elif mode == "capture":
+            runs.append((mode, capture(engine, listed)))
+        else:
+            folder = args.work / f"store-{number}"
+            stored = store(engine, samples, target, args, folder)
+            shutil.rmtree(folder)
+            share = stored["bytes"] / stored["payload"]
+            runs.append((mode, stored["seconds"]))
+        _say({mode: num_tokens / runs[-1][1]})
+    return runs, share
+
+
+def _figures(
+    runs: Sequence[tuple[str, float]], lengths: Sequence[int], found: dict[str, Any], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Rates of the modes, their ratios to prefill, and what bounds each."""
+    shape, machine, num_tokens = SHAPES[args.shape], found["machine"], sum(lengths)
+    figures: dict[str, Any] = {}
+    for mode in {mode: 0 for mode, _ in runs}:
+        rates = [num_tokens / seconds for ran, seconds in runs if ran == mode]
+        figures |= {f"{mode}_tokens_s": sum(rates) / len(rates), f"{mode}_runs": rates}
+    base = figures.get("prefill_tokens_s", math.nan)
+    figures["ratios"] = {
+        mode: figures[f"{mode}_tokens_s"] / base for mode in ("capture", "store") if f"{mode}_runs" in figures
+    }
+    per_token = flops_per_token(shape, sum(n * n for n in lengths) / len(lengths), num_tokens / len(lengths))
+    if "matrix_flop_s" in machine:
+        figures["prefill_share_of_matrix_rate"] = base * per_token / machine["matrix_flop_s"]
+    payload = 2.0 * (len(BOUNDARIES[args.shape]) + 1) * shape["hidden_size"]
+    limits, bound = ceilings(machine, per_token, payload, payload * found["stored_share"])
+    return figures | {"flop_per_token": per_token, "ceilings_tokens_s": limits, "bound": bound}
 
 
 def _say(values: dict[str, Any]) -> None:

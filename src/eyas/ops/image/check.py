@@ -23,14 +23,14 @@ IMPORTS = {
     "cuda": "torch sglang sgl_kernel dvc datasets hydra blosc2 eyas.cli eyas.stages.extract eyas.stages.train",
 }
 SELF_TEST = """
-import importlib, importlib.metadata, os, shutil, sys
+import glob, importlib, importlib.metadata, os, shutil, sys
 wanted = sys.argv[1].split()
 assert os.getuid() != 0, "runs as root"
 for name in wanted:
     importlib.import_module(name)
 for program in ("git", "make", "dvc", "eyas"):
     assert shutil.which(program), f"{program} is not there"
-left = [path for path in ("/root/.cache", "/var/lib/apt/lists/lock", "/work/.git") if os.path.exists(path)]
+left = [path for path in ("/var/lib/apt/lists/lock", ".git", *glob.glob("/var/cache/pip/*")) if os.path.exists(path)]
 assert not left, f"left over: {left}"
 print(" ".join(f"{n}={importlib.metadata.version(n)}" for n in ("torch", "dvc", "eyas")))
 """
@@ -94,7 +94,7 @@ def check(
         faults.append(
             f"two builds gave {first.digest} and {second.digest}: something of the machine or the time is in it"
         )
-    options = RunOptions(user="1000:1000", folder=Path("/work"), mounts=(), environment={"HOME": "/tmp"})  # noqa: S108
+    options = RunOptions(user="1000:1000", folder=Path("/workspace"), mounts=(), environment={"HOME": "/tmp"})  # noqa: S108
     if builder.run(name, ["python", "-c", SELF_TEST, IMPORTS[target]], options):
         faults.append("the self-test in it failed; its output is above")
     if target == "cuda" and builder.run(name, ["bash", "-c", KERNEL_TEST], options):

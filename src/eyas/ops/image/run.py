@@ -19,6 +19,8 @@ HOME = Path(".eyas/container/home")
 PASSED = ("ARGS", "EYAS_", "HF_TOKEN", "NCCL_", "OMP_NUM_THREADS", "TORCH_")
 """Variables whose names begin so go in; those that say where things lie on the host do not."""
 KEPT_OUT = ("EYAS_CONTAINER_TOOL", "EYAS_IMAGE", "EYAS_SGLANG_PYTHON", "EYAS_VLLM_PYTHON")
+TOO_WIDE = tuple(map(Path, ("/", "/home", "/mnt", "/root")))
+"""Nobody means to give a container all of that."""
 LEAST_SHM_BYTES = 2 << 30
 SHM = Path("/dev/shm")  # noqa: S108 - shared memory, not a temporary file
 
@@ -102,7 +104,7 @@ def preflight(root: Path, builder: Builder) -> list[str]:
 
 def _one_mount(root: Path) -> str:
     mount = common_mount(root)
-    if mount in (Path("/"), Path("/home"), Path("/root"), Path("/mnt"), Path("/data").parent):
+    if mount in TOO_WIDE:
         return (
             f"{root} and DVC's cache {_cache(root)} share no folder below {mount}, and two mounts know no hard links: "
             "move the cache beside the repository (`dvc cache dir`), or the repository to the cache's volume"
