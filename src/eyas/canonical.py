@@ -15,12 +15,18 @@ import typing
 from typing import Any, Literal, TypeVar
 
 Record = TypeVar("Record")
+ADDED_LATER = {"added_later": True}
+"""Metadata of a record's field that is written only where it differs from its default."""
 
 
 def to_plain(value: Any) -> Any:
-    """Records, tuples and mappings as plain JSON values; refuses NaN and infinities."""
+    """Records, tuples and mappings as plain JSON values; refuses NaN and infinities.
+
+    A field of ``ADDED_LATER`` is left out while it has its default: records made before it keep their digests.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        kept = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {f.name: to_plain(v) for f, v in kept if not (f.metadata.get("added_later") and v == f.default)}
     if isinstance(value, dict):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

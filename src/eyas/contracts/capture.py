@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from eyas.canonical import digest, to_plain
-from eyas.contracts.data import BYTES_PER_STATE, SCHEMA_VERSION, FinalHidden, LastRows, Split
+from eyas.canonical import ADDED_LATER, digest, to_plain
+from eyas.contracts.data import BYTES_PER_STATE, SCHEMA_VERSION, FinalHidden, LastRows, Split, StoredPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,8 @@ class CaptureIdentity:
     revision: int
     last_rows: LastRows = "all"
     """``trained``: only rows that a training can read are stored (``eyas.rows``)."""
+    stored: StoredPart = field(default="all", metadata=ADDED_LATER)
+    """``judging``: samples that an evaluation reads; those of the training are streamed (``train.source``)."""
 
     @property
     def digest(self) -> str:

@@ -37,7 +37,11 @@ class Engine(Protocol):
     """Runs the target. Use as: announce what is to be captured, open, capture or generate, close."""
 
     def announce(self, samples: Sequence[TokenSample]) -> None:
-        """What is going to be asked for, in this order; called once, before ``open``. An engine may work ahead."""
+        """What is going to be asked for, in this order; an engine may work ahead.
+
+        Called before ``open``, the longest sample among them; a stream calls it again for what follows, when all that
+        was asked for has come.
+        """
         ...
 
     def open(self) -> None:

@@ -14,7 +14,7 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from eyas.contracts import (
     payload_bytes,
 )
 from eyas.engines.base import Engine
+from eyas.engines.batch import capture_batch
 from eyas.engines.calibrate import Head, calibrate, stored_calibration
 from eyas.engines.checked import Checks
 from eyas.errors import CaptureError, StoreError
@@ -314,12 +315,7 @@ def _capture_shard(
     for batch in planned.batches:
         _look(run, planned, watch)
         samples = [run.tokens[sample.sample_id] for sample in batch]
-        reasons = _collect(run, samples, assembly, checks)
-        for sample in (s for s in samples if s.sample_id in reasons):
-            console.log(f"extract: once more, alone: {reasons[sample.sample_id]}")
-            again = _collect(run, [sample], assembly, checks)
-            if again:
-                assembly.fail(sample.sample_id, again[sample.sample_id])
+        capture_batch(run.engine, samples, assembly, checks)
         _check_failures(run, assembly)
         lost = {sample.sample_id for sample in assembly.failed}
         num_tokens = sum(sample.num_tokens for sample in batch if sample.sample_id not in lost)
@@ -336,30 +332,6 @@ def _note(run: _Run) -> str:
     ratio = f" ({written / payload:.2f} of bf16)" if payload else ""
     free = console.human_bytes(fs.free_bytes(run.spool.folder))
     return f"{console.human_bytes(written)} written{ratio}, {free} free"
-
-
-def _collect(run: _Run, samples: Sequence[TokenSample], assembly: ShardAssembly, checks: Checks) -> dict[str, str]:
-    """Capture samples into the assembly; the reason for each that did not get there."""
-    wanted = {sample.sample_id: sample for sample in samples}
-    reasons: dict[str, str] = {}
-    general = "the engine ended without its states"
-
-    try:
-        for captured, problem in checks.of(run.engine.capture(samples), wanted):
-            if captured.sample_id not in wanted:
-                general = f"the engine answered with sample {captured.sample_id}, which was not asked for"
-                break
-            if problem:
-                reasons[captured.sample_id] = problem
-            else:
-                assembly.add(captured.sample_id, captured.input_ids_T, captured.aux_TAD, captured.last_TD)
-    except CaptureError as error:
-        general = error.message
-    missing = set(assembly.missing)
-    said = {
-        s: general if general.startswith(f"sample {s}:") else f"sample {s}: {general}" for s in missing & set(wanted)
-    }
-    return {s: reasons.get(s, said[s]) for s in wanted if s in missing}
 
 
 def _check_failures(run: _Run, assembly: ShardAssembly) -> None:

@@ -25,7 +25,7 @@ from eyas.ops.published import MANIFEST, PLAN, STATES
 from eyas.plan.budget import Budget, Done, Need, Reclaim, best_ratio
 from eyas.plan.cache import copying_types
 from eyas.plan.earlier import earlier_ratio, no_manifest
-from eyas.plan.identity import capture_identity
+from eyas.plan.identity import STORED, capture_identity
 from eyas.plan.volume import Volume, others, volume
 from eyas.shards.handover import HOME, SPOOL
 
@@ -118,8 +118,13 @@ def read_plan(root: Path, params: Params) -> Planned:
     with _no_collector():
         value = fs.read_json(root / PLAN)
     try:
-        capture = capture_identity(params.extract, target, params.target, index["tokens_sha256"])
+        stored = STORED[params.train.source]
+        capture = capture_identity(params.extract, target, params.target, index["tokens_sha256"], stored)
         rows = (index["num_trained_aux_rows"], index["num_trained_last_rows"])
+        if stored != "all" and capture.last_rows == "trained":
+            from eyas.tokens.part import planned_part  # the index counts rows of the whole set
+
+            rows = planned_part((root / TOKENS_INDEX).parent, stored).trained_rows
         _check_identity(value, capture)
         return _planned(value, capture, rows)
     except (KeyError, TypeError, ValueError) as error:

@@ -72,12 +72,14 @@ class SglangEngine:
         self.keeper = Keeper(self._wanted)
         self._flight = Flight(self._wanted.layout)
         self._takers: ThreadPoolExecutor | None = None
+        self._announced_bytes = 0
 
     def announce(self, samples: Sequence[TokenSample]) -> None:
-        """What will be asked for, in this order: sizes the arena, and is sent ahead."""
-        layout = self._wanted.layout
-        self.keeper.longest = max((len(sample.input_ids) for sample in samples), default=0)
-        self.keeper.total_bytes = sum(layout.slot_bytes(len(sample.input_ids)) for sample in samples)
+        """What will be asked for, in this order: sizes the arena of the next server, and is sent ahead."""
+        keeper, layout = self.keeper, self._wanted.layout
+        keeper.longest = max(keeper.longest, *(len(sample.input_ids) for sample in samples), 0)
+        num_bytes = sum(layout.slot_bytes(len(sample.input_ids)) for sample in samples)
+        self._announced_bytes = keeper.total_bytes = max(self._announced_bytes, num_bytes)
         self._flight.announce(samples)
 
     def open(self) -> None:

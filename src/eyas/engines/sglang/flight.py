@@ -98,8 +98,9 @@ class Flight:
         self.ahead = {**early, **self.ahead}
 
     def announce(self, samples: Sequence[TokenSample]) -> None:
-        """These will be asked for, in this order."""
-        self.ahead = {sample.sample_id: sample for sample in samples}
+        """These will be asked for, in this order; what was announced before and is under way or done stays so."""
+        flying = {attempt.sample.sample_id for attempt in self.under_way.values() if attempt.sample is not None}
+        self.ahead = {s.sample_id: s for s in samples if s.sample_id not in flying | self.finished.keys()}
 
     def ask(self, samples: Sequence[TokenSample]) -> None:
         """These are wanted now."""
