@@ -24,7 +24,7 @@ from eyas.batches.demand import Demand, Use
 from eyas.canonical import from_plain
 from eyas.contracts import CapturePlan, FailedSample, ShardEntry
 from eyas.errors import DiskError, EyasError, ServerError
-from eyas.shards.ring import Kind, Ring, RingRecord, shard_disk_bytes
+from eyas.shards.ring import SPARE_BYTES, Kind, Ring, RingRecord, shard_disk_bytes
 
 AHEAD = 2
 """Shards being captured or waiting to be written: the engine works at one while the other is written."""
@@ -323,7 +323,7 @@ class Feed:
         if job is None or job.size_bytes is None or any(other.is_granted for other in self._jobs):
             return
         wanted = shard_disk_bytes(job.size_bytes)
-        while self._live_bytes() + wanted > self.ring_bytes:
+        while self._live_bytes() + wanted > self.ring_bytes - SPARE_BYTES:
             if not self._evict():
                 if job.need < read + self._packs_per_step:
                     raise self._too_small(wanted)
@@ -388,7 +388,7 @@ class Feed:
         self._ring.publish(record)
 
     def _too_small(self, wanted_bytes: int) -> DiskError:
-        needed = self._live_bytes() + wanted_bytes
+        needed = self._live_bytes() + wanted_bytes + SPARE_BYTES
         return DiskError(
             f"the ring holds at most {console.human_bytes(self.ring_bytes)}; the next step needs "
             f"{console.human_bytes(needed)} of shards at once",

@@ -31,6 +31,8 @@ Kind = Literal["states", "pinned"]
 KINDS: tuple[Kind, ...] = ("states", "pinned")
 RECORD_SUFFIX, AGAIN_SUFFIX, ENDED_NAME = ".json", ".again", "ended.json"
 BLOCK_BYTES = 4096
+SPARE_BYTES = 64 << 10
+"""Of a ring's size, for its folders and a record in the making."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from eyas.errors import ConfigError, DiskError, EyasError, TrainError
 from eyas.plan.budget import HEADER_BYTES_PER_SAMPLE, HEADER_BYTES_PER_SHARD
 from eyas.plan.build import streamed_plan
 from eyas.shards.handover import HOME, LOCK_NAME
-from eyas.shards.ring import Ring, shard_disk_bytes
+from eyas.shards.ring import SPARE_BYTES, Ring, shard_disk_bytes
 from eyas.tokens.dataset import read_index, read_lengths, read_names
 from eyas.tokens.part import calibration_samples
 from eyas.train.distributed import World
@@ -57,12 +57,12 @@ class RingNeed:
     @property
     def least_bytes(self) -> int:
         """Less does not train."""
-        return self.pinned_bytes + self.window_bytes
+        return self.pinned_bytes + self.window_bytes + SPARE_BYTES
 
     @property
     def usual_bytes(self) -> int:
         """What is taken when nobody says: reading and capturing overlap."""
-        return self.pinned_bytes + min(WINDOWS * self.window_bytes, self.set_bytes)
+        return self.pinned_bytes + min(WINDOWS * self.window_bytes, self.set_bytes) + SPARE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

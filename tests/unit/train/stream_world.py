@@ -20,15 +20,18 @@ from eyas.engines.registry import make_engine
 from eyas.plan.build import build_plan
 from eyas.plan.identity import STORED, capture_identity
 from eyas.shards.reader import ShardReader
-from eyas.tokens.dataset import make_sample, read_index, write_tokens
-from eyas.tokens.part import planned_part
+from eyas.tokens import part
+from eyas.tokens.dataset import make_sample, read_index, read_names, write_tokens
+from eyas.tokens.part import TokenLookup, planned_part
+from eyas.train import data
 from eyas.train.distributed import World
 from eyas.train.run import train
 from eyas.train.streaming import open_stream, streamed_set
 
 ROOT = Path(__file__).parents[3]
-TRAIN = {"num_steps": 30, "checkpoint_every": 4, "packs_per_step": 2, "shuffle_shards": 3, "batch_tokens": 60}
+TRAIN = {"num_steps": 16, "checkpoint_every": 2, "packs_per_step": 2, "shuffle_shards": 3, "batch_tokens": 120}
 WORKER = ["-m", "eyas.engines.streamed"]
+part.CALIBRATION_ROWS = data.CALIBRATION_ROWS = 60  # or the whole tiny set would be calibrated on, and pinned
 
 
 def make_tokens(folder, num_samples=90):
@@ -39,9 +42,7 @@ def make_tokens(folder, num_samples=90):
         T = 9 + dice.randrange(35)
         ids, mask = [dice.randrange(world.V) for _ in range(T)], [0, 0, 0] + [1] * (T - 3)
         split = "held_out" if i % 9 == 8 else "train"
-        samples.append(
-            make_sample(ids, mask, conversation_id=f"c{i}", source="s", split=split, variant="greedy")
-        )
+        samples.append(make_sample(ids, mask, conversation_id=f"c{i}", source="s", split=split, variant="greedy"))
     write_tokens(folder, samples)
 
 
@@ -63,19 +64,19 @@ def make_plan(root, source) -> CapturePlan:
     params, tokens = config.load(root / "params.yaml"), root / "data/tokens"
     identity, stored = world.make_identity(), STORED[source]
     capture = capture_identity(params.extract, identity, params.target, read_index(tokens).tokens_sha256, stored)
-    part = planned_part(tokens, stored)
-    return build_plan(part.lengths, capture, identity.hidden_size, part.trained_rows)
+    planned = planned_part(tokens, stored)
+    return build_plan(planned.lengths, capture, identity.hidden_size, planned.trained_rows)
 
 
 def capture_set(root, source):
     """The stored states: all of them, or the part that an evaluation reads."""
-    from eyas.tokens.part import TokenLookup
-
     plan = make_plan(root, source)
     engine = make_engine("fake", target=world.make_identity(), folder=None, boundaries=(1, 2, 3), dtype="bfloat16")
     out, manifest = root / f"{source}/hidden_states", root / f"{source}/hidden_states.json"
     limits = ExtractLimits(reserve_bytes=0, max_failed_samples=0)
-    extract(plan, TokenLookup(root / "data/tokens"), engine, limits, out=out, manifest_path=manifest, home=root / ".eyas")
+    extract(
+        plan, TokenLookup(root / "data/tokens"), engine, limits, out=out, manifest_path=manifest, home=root / ".eyas"
+    )
     return ShardReader(out, fs.read_record(ShardManifest, manifest))
 
 
@@ -92,18 +93,41 @@ def run_store(root, **changes):
     return weights(folder)
 
 
-def run_stream(root, processes=None, worker=None, **changes):
-    """Train from the stream; (drafter's bytes, what the feed did)."""
-    manifest = root / "stream/hidden_states.json"
-    reader = ShardReader(manifest.with_suffix(""), fs.read_record(ShardManifest, manifest))
+def manifest_of(root, source="stream"):
+    return fs.read_record(ShardManifest, root / source / "hidden_states.json")
+
+
+def stored_part(root, source="stream"):
+    return ShardReader(root / source / "hidden_states", manifest_of(root, source))
+
+
+def stream_samples(root):
+    return read_names(root / "data/tokens")
+
+
+def num_tokens(root):
+    return read_index(root / "data/tokens").num_tokens
+
+
+def stream_inputs(root, worker=None, part="stream", **changes):
+    """Inputs whose states are captured while training goes on."""
+    reader = stored_part(root, part)
     inputs, tokens = inputs_of(root, reader, source="stream", **changes), root / "data/tokens"
     streamed = streamed_set(tokens, reader.manifest, inputs.config)
-    command = [sys.executable, *(worker or WORKER), "models/target.json", str(tokens), str(manifest)]
-    inputs = dataclasses.replace(inputs, stream=lambda w: open_stream(streamed, command, w, root / ".eyas"))
-    folder = root / "from_stream"
+    manifest_path = root / part / "hidden_states.json"
+    command = [sys.executable, *(worker or WORKER), "models/target.json", str(tokens), str(manifest_path)]
+    return dataclasses.replace(
+        inputs, stream=lambda processes: open_stream(streamed, command, processes, root / ".eyas")
+    )
+
+
+def run_stream(root, processes=None, folder="from_stream", **how):
+    """Train from the stream; (drafter's bytes, outcome)."""
+    inputs, place = stream_inputs(root, **how), root / folder
     alone = World(0, 1, torch.device("cpu"))
-    _, outcome = train(inputs, folder / "runs", folder / "drafter", folder / "metrics", processes or alone)
-    return weights(folder), outcome
+    meta, outcome = train(inputs, place / "runs", place / "drafter", place / "metrics", processes or alone)
+    assert meta.capture_identity == inputs.manifest.identity
+    return weights(place), outcome
 
 
 def weights(folder):
