@@ -79,15 +79,16 @@ class Demand:
                     last[shard] = begin + batch
         return {shard: Use(shard, epoch, first[shard], last[shard]) for shard in first}
 
-    def peak_bytes(self, sizes: Mapping[str, int], packs_per_step: int) -> int:
-        """What the shards that one optimizer step and those around it need take at once, at most over an epoch.
+    def peak_bytes(self, sizes: Mapping[str, int], packs_per_step: int, num_batches: int) -> int:
+        """What the shards that one optimizer step and those around it need take at once, at most over a run.
 
         Args:
             sizes: Bytes of each shard.
             packs_per_step: Batches that are read before anything they need is let go.
+            num_batches: Of the run.
         """
         changes: dict[int, int] = {}
-        for use in self.uses(self.start_epoch).values():
+        for use in itertools.takewhile(lambda use: use.first < num_batches, self):
             begin, end = use.first // packs_per_step, use.last // packs_per_step + 1
             changes[begin] = changes.get(begin, 0) + sizes[use.shard]
             changes[end] = changes.get(end, 0) - sizes[use.shard]

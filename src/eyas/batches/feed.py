@@ -15,10 +15,11 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from eyas import console
+from eyas.batches.account import Counts, EpochAccount
 from eyas.batches.capturing import CapturingProcess, Launch, Message
 from eyas.batches.demand import Demand, Use
 from eyas.canonical import from_plain
@@ -33,7 +34,6 @@ MAX_STARTS = 3
 TICK_S = 0.02
 NEVER = 1 << 62
 Key = tuple[Kind, str]
-Counts = tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -56,39 +56,6 @@ class _Job:
     is_granted: bool = False
 
 
-@dataclass(slots=True)
-class EpochAccount:
-    """(samples, tokens) of one epoch."""
-
-    epoch: int
-    planned: Counts = (0, 0)
-    captured: Counts = (0, 0)
-    kept: Counts = (0, 0)
-    """Of shards that lay in the ring."""
-    failed: Counts = (0, 0)
-    unneeded: Counts = (0, 0)
-    """Of shards that were read to their end before this process began, or that nothing is trained on from."""
-
-    @property
-    def left(self) -> Counts:
-        """Neither captured nor failed yet."""
-        done = (self.captured, self.kept, self.failed, self.unneeded)
-        return self.planned[0] - sum(n for n, _ in done), self.planned[1] - sum(n for _, n in done)
-
-    def add(self, name: str, counts: Counts, failed: Sequence[FailedSample] = ()) -> None:
-        """Count a shard's samples under a name, those that failed apart."""
-        lost = (len(failed), sum(sample.num_tokens for sample in failed))
-        old = getattr(self, name)
-        setattr(self, name, (old[0] + counts[0] - lost[0], old[1] + counts[1] - lost[1]))
-        self.failed = (self.failed[0] + lost[0], self.failed[1] + lost[1])
-
-    def line(self) -> str:
-        """The account as a sentence."""
-        parts = {name: getattr(self, name) for name in ("captured", "kept", "failed", "unneeded", "left")}
-        shown = " + ".join(f"{count:,} ({tokens:,}) {name}" for name, (count, tokens) in parts.items())
-        return f"stream: epoch {self.epoch}: {self.planned[0]:,} samples ({self.planned[1]:,} tokens) planned = {shown}"
-
-
 class Feed:
     """Fills a ring from a thread of its own.
 
@@ -109,7 +76,7 @@ class Feed:
             shard.path: (len(shard.samples), sum(s.num_tokens for s in shard.samples)) for shard in plan.shards
         }
         self._records: dict[Key, RingRecord] = {}
-        self._claims: dict[str, list[int]] = {}
+        self._claims: dict[str, list[Use]] = {}
         self._jobs: list[_Job] = []
         self._numbers, self._serial = itertools.count(), 0
         self._process: CapturingProcess | None = None
@@ -254,13 +221,13 @@ class Feed:
     # ── what is needed ────────────────────────────────────────────────────────────────────────
 
     def _release(self, read: int) -> None:
-        for path, lasts in list(self._claims.items()):
-            lasts[:] = [last for last in lasts if last >= read]
-            if not lasts:
+        for path, uses in list(self._claims.items()):
+            uses[:] = [use for use in uses if use.last >= read]
+            if not uses:
                 del self._claims[path]
-        for account in list(self._accounts.values()):
-            if not any(account.left):
-                self._close(account.epoch)
+        for epoch in list(self._accounts):
+            if self._demand is not None and self._demand.begin(epoch + 1) <= read:
+                self._close(epoch)
 
     def _repeat(self) -> None:
         """Shards that a reader found damaged are captured once more."""
@@ -280,7 +247,7 @@ class Feed:
             if use.first >= min(self._end, self._horizon(read)):
                 return
             self._next_use = next(self._uses)
-            self._claims.setdefault(use.shard, []).append(use.last)
+            self._claims.setdefault(use.shard, []).append(use)
             account = self._account(use.epoch)
             record = self._records.get(("states", use.shard))
             is_coming = any((job.kind, job.path) == ("states", use.shard) for job in self._jobs)
@@ -324,10 +291,12 @@ class Feed:
             return
         wanted = shard_disk_bytes(job.size_bytes)
         while self._live_bytes() + wanted > self.ring_bytes - SPARE_BYTES:
-            if not self._evict():
-                if job.need < read + self._packs_per_step:
-                    raise self._too_small(wanted)
+            if self._evict():
+                continue
+            if job.need >= read + self._packs_per_step:
                 return
+            if not self._put_off(read):
+                raise self._too_small(wanted)
         job.is_granted = True
         self.peak_bytes = max(self.peak_bytes, self._live_bytes() + wanted)
         process.say(write=job.number)
@@ -338,6 +307,22 @@ class Feed:
         if not free:
             return False
         self._drop(self._records["states", max(free, key=self._next_need)])
+        return True
+
+    def _put_off(self, read: int) -> bool:
+        """The next step's room is taken by shards that lay there and are needed after it: the last of them goes again."""
+        later = {
+            path: uses[0]
+            for path, uses in self._claims.items()
+            if uses[0].first >= read + self._packs_per_step and ("states", path) in self._records
+        }
+        if not later:
+            return False
+        use = max(later.values(), key=lambda use: use.first)
+        record = self._records["states", use.shard]
+        self._drop(record)
+        self._account(use.epoch).add("kept", self._counts[use.shard], record.failed, sign=-1)
+        self._jobs.append(_Job(next(self._numbers), "states", use.shard, None, use.first, use.epoch, is_again=True))
         return True
 
     def _next_need(self, path: str) -> int:

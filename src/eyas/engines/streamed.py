@@ -310,7 +310,7 @@ def _own_output() -> Iterator[TextIO]:
     sys.stdout.flush()
     pipe = os.dup(1)
     os.dup2(2, 1)
-    with os.fdopen(pipe, "w", encoding="utf-8") as sink:
+    with contextlib.suppress(BrokenPipeError), os.fdopen(pipe, "w", encoding="utf-8") as sink:
         yield sink
 
 

@@ -117,7 +117,7 @@ def streamed_set(tokens: Path, manifest: ShardManifest, settings: TrainConfig) -
     demand = Demand(order, Cursor())
     need = RingNeed(
         pinned_bytes=sum(size(len(some), sum(lengths[name] for name in some)) for some in pinned.values()),
-        window_bytes=demand.peak_bytes(sizes, settings.packs_per_step),
+        window_bytes=demand.peak_bytes(sizes, settings.packs_per_step, settings.num_steps * settings.packs_per_step),
         set_bytes=sum(sizes[path] for path in demand.uses(0)),
     )
     return StreamedSet(plan, in_plan, {path: frozenset(some) for path, some in pinned.items()}, need)

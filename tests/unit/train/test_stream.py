@@ -162,7 +162,8 @@ def test_a_ring_that_holds_the_set_captures_it_once(place, monkeypatch):
 def start(root, *arguments, **environment):
     own = {**os.environ, "OMP_NUM_THREADS": "1", **{key: str(value) for key, value in environment.items()}}
     command = [sys.executable, str(Path(world.__file__)), str(root), *arguments]
-    return subprocess.Popen(command, cwd=root, env=own, stderr=subprocess.PIPE, text=True)
+    with (root / "told").open("a") as told:
+        return subprocess.Popen(command, cwd=root, env=own, stderr=told)
 
 
 def saved_step(root):
@@ -180,12 +181,13 @@ def test_a_killed_training_goes_on_to_the_same_bytes(place):
         if step < 0:
             processes.until(lambda: any(ring_of(root).folder.rglob("*.safetensors")))
         else:
-            processes.until(lambda step=step: saved_step(root) > step)
+            processes.until(lambda step=step, process=process: saved_step(root) > step or process.poll() is not None)
+        assert process.poll() is None, (root / "told").read_text()
         process.kill()
-        process.communicate()
+        process.wait()
         assert allocated_bytes(ring_of(root).folder) <= ring_bytes
     process = start(root, EYAS_RING_BYTES=ring_bytes)
-    assert process.wait(120) == 0, process.stderr.read()
+    assert process.wait(120) == 0, (root / "told").read_text()
     assert world.weights(root / "from_stream") == expected
 
 
@@ -215,8 +217,8 @@ def test_ctrl_c_while_states_are_awaited_saves_and_goes_on(place, tmp_path):
     processes.until((root / "happened").exists)
     time.sleep(3)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130, process.stderr.read()
-    assert "is saved" in process.stderr.read()
+    assert process.wait(60) == 130, (root / "told").read_text()
+    assert "is saved" in (root / "told").read_text()
     found, outcome = world.run_stream(root)
     assert outcome.resumed_at > 0
     assert found == expected
