@@ -23,9 +23,9 @@ from eyas.batches.account import Counts, EpochAccount
 from eyas.batches.capturing import CapturingProcess, Launch, Message
 from eyas.batches.demand import Demand, Use
 from eyas.canonical import from_plain
-from eyas.contracts import CapturePlan, FailedSample, ShardEntry
+from eyas.contracts import RING_SPARE_BYTES, CapturePlan, FailedSample, ShardEntry, ring_disk_bytes
 from eyas.errors import DiskError, EyasError, ServerError
-from eyas.shards.ring import SPARE_BYTES, Kind, Ring, RingRecord, shard_disk_bytes
+from eyas.shards.ring import Kind, Ring, RingRecord
 
 AHEAD = 2
 """Shards being captured or waiting to be written: the engine works at one while the other is written."""
@@ -289,8 +289,8 @@ class Feed:
         job = min(waiting, key=lambda job: (job.need, job.number), default=None)
         if job is None or job.size_bytes is None or any(other.is_granted for other in self._jobs):
             return
-        wanted = shard_disk_bytes(job.size_bytes)
-        while self._live_bytes() + wanted > self.ring_bytes - SPARE_BYTES:
+        wanted = ring_disk_bytes(job.size_bytes)
+        while self._live_bytes() + wanted > self.ring_bytes - RING_SPARE_BYTES:
             if self._evict():
                 continue
             if job.need >= read + self._packs_per_step:
@@ -373,7 +373,7 @@ class Feed:
         self._ring.publish(record)
 
     def _too_small(self, wanted_bytes: int) -> DiskError:
-        needed = self._live_bytes() + wanted_bytes + SPARE_BYTES
+        needed = self._live_bytes() + wanted_bytes + RING_SPARE_BYTES
         return DiskError(
             f"the ring holds at most {console.human_bytes(self.ring_bytes)}; the next step needs "
             f"{console.human_bytes(needed)} of shards at once",

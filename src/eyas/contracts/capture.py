@@ -87,6 +87,16 @@ def payload_bytes(num_tokens: int, hidden_size: int, num_streams: int) -> int:
     return num_tokens * num_streams * hidden_size * BYTES_PER_STATE
 
 
+BLOCK_BYTES = 4096
+RING_SPARE_BYTES = 64 << 10
+"""Of a ring's size, for its folders and a record in the making."""
+
+
+def ring_disk_bytes(size_bytes: int) -> int:
+    """What a shard of so many bytes takes in a ring on a volume of usual blocks, its record included."""
+    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES + BLOCK_BYTES
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSample:
     """A sample as its shard's header lists it, so that a shard is usable alone."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from eyas import fs
-from eyas.contracts import FailedSample, ShardEntry
+from eyas.contracts import FailedSample, ShardEntry, ring_disk_bytes
 from eyas.errors import StoreError
 from eyas.shards.reader import read_header
 
@@ -30,9 +30,6 @@ ROOT = Path("ring")
 Kind = Literal["states", "pinned"]
 KINDS: tuple[Kind, ...] = ("states", "pinned")
 RECORD_SUFFIX, AGAIN_SUFFIX, ENDED_NAME = ".json", ".again", "ended.json"
-BLOCK_BYTES = 4096
-SPARE_BYTES = 64 << 10
-"""Of a ring's size, for its folders and a record in the making."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +47,7 @@ class RingRecord:
     @property
     def disk_bytes(self) -> int:
         """What it takes on the volume, its record included."""
-        return shard_disk_bytes(0 if self.entry is None else self.entry.size_bytes)
+        return ring_disk_bytes(0 if self.entry is None else self.entry.size_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +56,6 @@ class Ended:
 
     message: str
     hint: str
-
-
-def shard_disk_bytes(size_bytes: int) -> int:
-    """What a shard of so many bytes takes on a volume of usual blocks, its record included."""
-    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES + BLOCK_BYTES
 
 
 class Ring:

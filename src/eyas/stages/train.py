@@ -11,6 +11,7 @@ from typing import Any
 
 from eyas import config, console, fs
 from eyas.batches.stream import StreamReader
+from eyas.batches.streamed_set import stored_ratio, streamed_set
 from eyas.config import Params
 from eyas.config.images import check_image
 from eyas.config.schema import TrainConfig
@@ -23,7 +24,7 @@ from eyas.target.locate import ensure
 from eyas.train.distributed import World, open_world, same_on_all, told_once
 from eyas.train.loop import Outcome
 from eyas.train.run import Inputs, train
-from eyas.train.streaming import open_stream, streamed_set
+from eyas.train.streaming import open_stream
 
 NAMES = ("TARGET.json", "DRAFT_VOCAB", "STATES", "MANIFEST.json", "DRAFTER", "METRICS")
 RUNS_ROOT = Path(".eyas/train")
@@ -72,7 +73,8 @@ def _stream(
 ) -> Callable[[World], AbstractContextManager[StreamReader]]:
     """The tokens lie beside the manifest, whose capture names them by their hash."""
     tokens = manifest_path.with_name("tokens")
-    streamed = streamed_set(tokens, manifest, params.train)
+    ratio = stored_ratio(manifest)
+    streamed = streamed_set(tokens, manifest.capture, manifest.hidden_size, params.train, ratio)
     command = [sys.executable, "-m", "eyas.engines.streamed", str(target), str(tokens), str(manifest_path)]
     return lambda world: open_stream(streamed, command, world)
 

@@ -14,6 +14,7 @@ import train_world as world
 import yaml
 
 from eyas import config, console, fs
+from eyas.batches.streamed_set import stored_ratio, streamed_set
 from eyas.contracts import CapturePlan, ShardManifest
 from eyas.engines.loop import ExtractLimits, extract
 from eyas.engines.registry import make_engine
@@ -26,7 +27,7 @@ from eyas.tokens.part import TokenLookup, planned_part
 from eyas.train import data
 from eyas.train.distributed import World
 from eyas.train.run import train
-from eyas.train.streaming import open_stream, streamed_set
+from eyas.train.streaming import open_stream
 
 ROOT = Path(__file__).parents[3]
 TRAIN = {"num_steps": 16, "checkpoint_every": 2, "packs_per_step": 2, "shuffle_shards": 3, "batch_tokens": 120}
@@ -93,6 +94,10 @@ def run_store(root, **changes):
     return weights(folder)
 
 
+def part_of(tokens, manifest, settings):
+    return streamed_set(tokens, manifest.capture, manifest.hidden_size, settings, stored_ratio(manifest))
+
+
 def manifest_of(root, source="stream"):
     return fs.read_record(ShardManifest, root / source / "hidden_states.json")
 
@@ -113,7 +118,7 @@ def stream_inputs(root, worker=None, part="stream", **changes):
     """Inputs whose states are captured while training goes on."""
     reader = stored_part(root, part)
     inputs, tokens = inputs_of(root, reader, source="stream", **changes), root / "data/tokens"
-    streamed = streamed_set(tokens, reader.manifest, inputs.config)
+    streamed = part_of(tokens, reader.manifest, inputs.config)
     manifest_path = root / part / "hidden_states.json"
     command = [sys.executable, *(worker or WORKER), "models/target.json", str(tokens), str(manifest_path)]
     return dataclasses.replace(

@@ -78,7 +78,7 @@ def least(root):
     """The smallest ring that trains."""
     manifest = world.manifest_of(root)
     config = world.inputs_of(root, world.stored_part(root), source="stream").config
-    return world.streamed_set(root / "data/tokens", manifest, config).need.least_bytes
+    return world.part_of(root / "data/tokens", manifest, config).need.least_bytes
 
 
 def ring_of(root):
@@ -335,7 +335,7 @@ def test_what_cannot_be_streamed_is_refused_before_an_engine_starts(place, monke
 def test_a_ring_that_turns_out_too_small_says_what_it_needs(place, monkeypatch):
     """States compress worse than the stored part foretold: the next step can never be read."""
     root, _ = place
-    monkeypatch.setattr("eyas.train.streaming.SPREAD", 0.6)
+    monkeypatch.setattr("eyas.batches.streamed_set.SPREAD", 0.6)
     monkeypatch.setenv("EYAS_RING_BYTES", str(least(root)))
     with pytest.raises(DiskError, match=r"the next step needs .* of shards at once"):
         world.run_stream(root)
