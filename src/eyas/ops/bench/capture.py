@@ -184,7 +184,7 @@ def store(
     identity_of = CaptureIdentity(
         target=target.digest, tokens="0" * 64, boundaries=BOUNDARIES[args.shape], final_hidden="post_norm",
         dtype="bfloat16", codec=args.codec, engine="sglang", engine_version=engine_version("sglang"),
-        engine_options={}, image="", shard_bytes=args.shard_bytes, batch_tokens=16_384, revision=2, last_rows="all",
+        engine_options={}, image="", shard_bytes=args.shard_bytes, batch_tokens=16_384, revision=3, last_rows="all",
     )  # fmt: skip
     lengths = [(name, len(sample.input_ids)) for name, sample in samples.items()]
     plan = build_plan(lengths, identity_of, target.hidden_size)
