@@ -120,7 +120,7 @@ ARGUMENTS_VARIABLE = "EYAS_SGLANG_ARGS"
 HARMLESS = frozenset({
     "base-gpu-id", "context-length", "crash-dump-folder", "cuda-graph-bs-decode", "cuda-graph-max-bs-decode", "disable-cuda-graph",
     "disable-custom-all-reduce", "disable-overlap-schedule", "dist-init-addr", "dist-timeout", "download-dir",
-    "enable-metrics", "enable-p2p-check", "gpu-id-step", "log-level", "log-level-http", "max-queued-requests",
+    "enable-metrics", "enable-p2p-check", "enforce-disable-flashinfer-allreduce-fusion", "gpu-id-step", "log-level", "log-level-http", "max-queued-requests",
     "max-total-tokens", "mem-fraction-static", "nccl-port", "numa-node", "skip-server-warmup", "soft-watchdog-timeout",
     "watchdog-timeout", "weight-loader-disable-mmap",
 })  # fmt: skip
