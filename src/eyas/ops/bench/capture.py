@@ -73,6 +73,13 @@ class Opened:
         return self._engine.describe()
 
 
+def open_for(engine: SglangEngine, samples: Sequence[TokenSample]) -> None:
+    """Open an engine with room for the longest sample and announce none: what is announced is sent ahead."""
+    engine.announce(())
+    engine.keeper.longest, engine.keeper.total_bytes = max(len(sample.input_ids) for sample in samples), 1 << 62
+    engine.open()
+
+
 def prefill(engine: SglangEngine, samples: Sequence[TokenSample], label: str) -> float:
     """Seconds of the same requests under names that the plugin does not know."""
     session, left = engine.keeper.session, len(samples)
@@ -233,9 +240,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     engine = SglangEngine(
         target, target_folder, BOUNDARIES[args.shape], dtype="bfloat16", device=args.device, **options
     )
-    engine.announce(listed)
     begin_s = time.perf_counter()
-    engine.open()
+    open_for(engine, listed)
     found["start_s"] = time.perf_counter() - begin_s
     _say({"start_s": found["start_s"]})
     try:

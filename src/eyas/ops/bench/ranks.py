@@ -27,7 +27,7 @@ from eyas.contracts import TokenSample
 from eyas.engines.base import CapturedSample
 from eyas.engines.sglang.engine import SglangEngine
 from eyas.engines.sglang.preflight import ARGUMENTS_VARIABLE
-from eyas.ops.bench.capture import capture, options_of, prefill
+from eyas.ops.bench.capture import capture, open_for, options_of, prefill
 from eyas.ops.bench.random_target import BOUNDARIES, MLA_SHAPES, SHAPES, identity, make_samples, make_target
 from eyas.ops.parity import FACTOR, RowErrors, exact_streams, streams
 from eyas.plan.identity import engine_version
@@ -71,8 +71,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             target, folder, boundaries, dtype=args.dtype, device=args.device, tp_size=num_ranks,
             **options_of(args.option),
         )  # fmt: skip
-        engine.announce(timed)
-        engine.open()
+        open_for(engine, timed)
         try:
             found[f"tp{num_ranks}"] = _rates(engine, timed)
             runs[f"tp{num_ranks}"] = states(engine, compared)
