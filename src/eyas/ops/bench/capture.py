@@ -271,6 +271,7 @@ def _in_turns(
     listed, share, runs = list(samples.values()), 1.0, list[tuple[str, float]]()
     num_tokens = sum(len(sample.input_ids) for sample in listed)
     for number, mode in enumerate(args.modes.split(",")):
+        process_s, thread_s = time.process_time(), time.thread_time()
         if mode == "prefill":
             runs.append((mode, prefill(engine, listed, f"prefill-{number}")))
         elif mode == "capture":
@@ -281,7 +282,8 @@ def _in_turns(
             shutil.rmtree(folder)
             share = stored["bytes"] / stored["payload"]
             runs.append((mode, stored["seconds"]))
-        _say({mode: num_tokens / runs[-1][1]})
+        cpu_s = {"cpu_s": time.process_time() - process_s, "of_the_loop": time.thread_time() - thread_s}
+        _say({mode: num_tokens / runs[-1][1]} | cpu_s)
     return runs, share
 
 
