@@ -27,7 +27,7 @@ from eyas.engines.sglang import preflight, versions, wire
 from eyas.engines.sglang.arena import Arena, arena_bytes, free_shm_bytes
 from eyas.engines.sglang.client import Client, Reply, is_url
 from eyas.engines.sglang.collector import Closed, Link, Pulse
-from eyas.engines.sglang.server import LOGS, PluginFolder, Server, free_port
+from eyas.engines.sglang.server import LOGS, PluginFolder, Server, free_port, reserve
 from eyas.errors import ServerError
 from eyas.plan.interpreter import sglang_python
 
@@ -67,6 +67,8 @@ class Wanted:
     """Of sglang."""
     options: dict[str, str | int]
     trust_remote_code: bool = False
+    label: str = ""
+    """Begins the names of its logs, where several engines run in one folder."""
     drafting: tuple[str, ...] = ()
     """``versions.drafting_arguments`` of a server that drafts; such a one captures nothing."""
 
@@ -191,10 +193,13 @@ class Session:
         capability = preflight.check_machine(wanted.device, int(wanted.options.get("tp_size", 1)))
         folder = PluginFolder()
         self._stack.callback(folder.close)
-        port, key, socket_path = free_port(), secrets.token_hex(16), folder.path / "capture.sock"
+        key, socket_path, port = secrets.token_hex(16), folder.path / "capture.sock", free_port()
+        while (held := reserve(port)) is None:
+            port = free_port()
+        self._stack.callback(held.close)
         arguments = [*command(wanted, python, port, self.longest, capability), "--api-key", key]
         variables = os.environ | environment(wanted, folder.path, socket_path)
-        self.server = Server(arguments, variables, LOGS / f"server-{self.num_log}.log")
+        self.server = Server(arguments, variables, LOGS / f"{wanted.label}server-{self.num_log}.log")
         console.log(f"sglang: {wanted.version} starts (process {self.server.pid}), log {self.server.log}")
         return f"http://127.0.0.1:{port}", key, socket_path
 
