@@ -15,6 +15,7 @@ from eyas.config.schema import (
     TargetConfig,
     TokenizeConfig,
     TrainConfig,
+    tracked_extract_keys,
 )
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "machine",
     "resolve_boundaries",
     "to_yaml",
+    "tracked_extract_keys",
 ]

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 ADDRESS_VARIABLES = ("EYAS_RAY_ADDRESS", "RAY_ADDRESS")
 INSTALL = "pip install 'eyas[ray]', in the environment of every node"
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
+"""Of a Ray that is started here: nothing is reported to its makers, and no worker is ended because the machine's memory
+runs low; a run without Ray is not ended either."""
 POLL_S = 2.0
 """A worker with nothing to say answers after so long."""
 STOP_S = 20.0
@@ -55,13 +58,11 @@ class Cluster:
 
     def __init__(self) -> None:
         ray = self._ray = _import_ray()
-        self.address = next(filter(None, map(os.environ.get, ADDRESS_VARIABLES)), "")
+        self.address = _address()
         self._hired: dict[str, _Hired] = {}
         self._watchdog_s = config.knob("EYAS_WATCHDOG_S", 300)
         settings = {"logging_level": logging.WARNING, "log_to_driver": True, "namespace": "eyas"}
         if not self.address:
-            # Ray would end a worker when the machine's memory runs low; a run without Ray is not ended either.
-            os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
             settings |= {"include_dashboard": False, "object_store_memory": STORE_BYTES}
         try:
             ray.init(address=self.address or "local", **settings)
@@ -177,9 +178,13 @@ class Cluster:
         ray.shutdown()
 
 
+def _address() -> str:
+    return next(filter(None, map(os.environ.get, ADDRESS_VARIABLES)), "")
+
+
 def _import_ray() -> Any:
-    # Ray reports usage to its makers unless told not to.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     try:
         import ray  # pyright: ignore[reportMissingImports]
         import ray.exceptions  # pyright: ignore[reportMissingImports]
@@ -208,12 +213,13 @@ def findings() -> list[tuple[str, str, str, str]]:
     except ServerError as error:
         return [("ray", "problem", error.message, error.hint or "")]
     rows = [("ray", "found", ray.__version__, "")]
+    if not _address():
+        return [*rows, ("ray cluster", "found", "none is named: a Ray of this machine is started for each run", "")]
     try:
         with Cluster() as cluster:
             nodes = [node for node in ray.nodes() if node["Alive"]]
             gpus = sum(int(node["Resources"].get("GPU", 0)) for node in nodes)
-            where = cluster.address or "this machine, for the run alone"
-            rows.append(("ray cluster", "found", f"{where}: {len(nodes)} nodes, {gpus} GPUs", ""))
+            rows.append(("ray cluster", "found", f"{cluster.address}: {len(nodes)} nodes, {gpus} GPUs", ""))
     except ServerError as error:
         rows.append(("ray cluster", "problem", error.message, error.hint or ""))
     return rows

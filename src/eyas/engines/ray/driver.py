@@ -65,7 +65,8 @@ class RayExecutor:
             )
         self.engine = engine
         self.finishes: list[Finish] = []
-        self.ready_s: dict[str, float] = {}
+        self.workers: dict[str, tuple[float, Ready]] = {}
+        """Every worker that was ever ready, and when it became so; for measurements."""
         self.num_lost_workers = 0
 
     def __call__(self, run: Run, watch: Watch) -> None:
@@ -188,14 +189,15 @@ class _Driver:
             )
         devices = f", GPU {ready.devices}" if self._gpus else ""
         console.log(
-            f"extract: worker {name} on {ready.host}{devices} is ready after {console.human_seconds(ready.start_s)}"
+            f"extract: worker {name} on {ready.host}, process {ready.pid}{devices}, is ready after "
+            f"{console.human_seconds(ready.start_s)}"
         )
         self._num_failed_starts = 0
         if not self._ready:
             self._run.calibrate(_Borrowed(self._cluster, name, self._facts))
         self._cluster.begin(name, self._run.scales_ND)
         self._ready[name] = ready
-        self._executor.ready_s[name] = time.monotonic()
+        self._executor.workers[name] = (time.monotonic(), ready)
 
     def _failed(self, name: str, error: Exception) -> None:
         """A worker ended by an error: a server's and an unknown one may be its node's alone, others are everybody's."""

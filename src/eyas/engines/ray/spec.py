@@ -64,6 +64,7 @@ class Ready:
     """A worker whose engine is open."""
 
     host: str
+    pid: int
     kernel: str
     """Names the running kernel: two that share it share their page cache."""
     is_copying: bool

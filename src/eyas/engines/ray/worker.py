@@ -146,6 +146,7 @@ class Worker:
             )
         return Ready(
             host=socket.gethostname(),
+            pid=os.getpid(),
             kernel=kernel(),
             is_copying=bool(os.environ.get(SPOOL_VARIABLE)),
             devices=os.environ.get("CUDA_VISIBLE_DEVICES", ""),

@@ -24,13 +24,13 @@ Part = Callable[[argparse.Namespace], dict[str, Any]]
 def _ray_hashes(args: argparse.Namespace) -> dict[str, Any]:
     from eyas.ops.bench import scale_ray
 
-    return scale_ray.hashes(args.work / "hashes")
+    return scale_ray.hashes(args.work / "hashes", Path.cwd())
 
 
 def _ray_kills(args: argparse.Namespace) -> dict[str, Any]:
     from eyas.ops.bench import scale_ray
 
-    return scale_ray.kills(args.work / "kills", args.runs)
+    return scale_ray.kills(args.work / "kills", Path.cwd(), args.runs, args.seed)
 
 
 def _ray_overhead(args: argparse.Namespace) -> dict[str, Any]:
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="scratch folder on the disk to measure; 70 GB for 8b")
     parser.add_argument("--parts", default=",".join(PARTS), help="of the report, by comma")
     parser.add_argument("--runs", type=int, default=50, help="of part kills")
+    parser.add_argument("--seed", type=int, default=0, help="of part kills")
     scale_engines.add_arguments(parser)
     args = parser.parse_args()
     args.work = args.work.resolve()

@@ -98,7 +98,7 @@ def _run(args: argparse.Namespace, spec: EngineSpec, samples: dict[str, Any], nu
         plan, samples, engine, ExtractLimits(reserve_bytes=1 << 30, max_failed_samples=0),
         out=work / "states", manifest_path=work / "states.json", home=work / ".eyas", executor=executor,
     )  # fmt: skip
-    wall_s, ready_s = time.monotonic() - begin_s, sorted(at - begin_s for at in executor.ready_s.values())
+    wall_s, ready_s = time.monotonic() - begin_s, sorted(at_s - begin_s for at_s, _ in executor.workers.values())
     tree = digest(tree_digests(work / "states")) if result.manifest.engine.deterministic else ""
     shutil.rmtree(work)
     shards_s, num_counted, counted_s = steady_rate(executor.finishes, num_workers)
