@@ -84,7 +84,6 @@ class Feed:
         self._demand: Demand | None = None
         self._uses: Iterator[Use] = iter(())
         self._next_use: Use | None = None
-        self._announced_to = -1
         self._read, self._end, self._packs_per_step = 0, 0, 1
         self._lock = threading.Lock()
         self._is_stopped = False
@@ -196,8 +195,6 @@ class Feed:
     def _opened(self) -> CapturingProcess:
         if self._process is None:
             self._process = CapturingProcess(self._launch)
-            self._announced_to = -1
-            self._process.say(announce=list(dict.fromkeys(job.path for job in self._jobs)))
         return self._process
 
     def _restart(self, error: ServerError) -> None:

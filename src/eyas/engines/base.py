@@ -37,10 +37,9 @@ class Engine(Protocol):
     """Runs the target. Use as: announce what is to be captured, open, capture or generate, close."""
 
     def announce(self, samples: Sequence[TokenSample]) -> None:
-        """What is going to be asked for, in this order; an engine may work ahead.
+        """What is going to be asked for, in this order, after what was announced before. An engine may work ahead.
 
-        Called before ``open``, the longest sample among them; a stream calls it again for what follows, when all that
-        was asked for has come.
+        Called before ``open``, and again while it is open when more becomes known.
         """
         ...
 

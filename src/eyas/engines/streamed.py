@@ -2,9 +2,8 @@
 
     python -m eyas.engines.streamed TARGET_JSON TOKENS MANIFEST_JSON RING    started by the training (eyas.batches.feed)
 
-Lines of JSON come in and go out. In: ``announce`` (shards, in the order in which they will be asked for), ``capture``
-(a shard, or some samples of it), ``write`` (the room that a captured shard takes is there). Out: ``ready``,
-``progress``, ``captured`` (with the exact size), ``written``, ``error``. A shard waits in memory between ``captured``
+Lines of JSON come in and go out. In: ``capture`` (a shard, or some samples of it), ``write`` (the room that a captured
+shard takes is there). Out: ``ready``, ``progress``, ``captured`` (with the exact size), ``written``, ``error``. A shard waits in memory between ``captured``
 and ``write``, so the ring never holds a byte that was not granted; the engine works at the next one meanwhile.
 
 It runs as its own process: what ends an engine does not end a training, and it can have its own GPUs and threads.
@@ -21,6 +20,7 @@ import queue
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,7 +33,15 @@ from eyas import config, console, fs
 from eyas.canonical import to_plain
 from eyas.config import Params
 from eyas.config.images import check_image
-from eyas.contracts import CapturePlan, EngineFacts, PlannedShard, ShardManifest, TargetIdentity, TokenSample
+from eyas.contracts import (
+    CapturePlan,
+    EngineFacts,
+    PlannedSample,
+    PlannedShard,
+    ShardManifest,
+    TargetIdentity,
+    TokenSample,
+)
 from eyas.engines.base import Engine
 from eyas.engines.batch import capture_batch
 from eyas.engines.calibrate import calibrate, stored_calibration
@@ -90,6 +98,18 @@ class Parent:
         self.commands.put(None)
         os.kill(os.getpid(), signal.SIGTERM)  # also in the middle of a capture
 
+    def take(self, *, wait: bool) -> list[Message]:
+        """Commands that came; empty when none did, or when the training has ended."""
+        found: list[Message] = []
+        while wait or not self.commands.empty():
+            command = self.commands.get()
+            if command is None:
+                self.commands.put(None)
+                break
+            found.append(command)
+            wait = False
+        return found
+
     def wait_to_write(self, job: int) -> None:
         """Return when a job may write.
 
@@ -137,7 +157,6 @@ class Worker:
         engine: Open.
         parent: Who asks.
         ring: Folder with ``states`` and ``pinned``.
-        scales_ND: Channel scales of a lossy codec.
         reserve_bytes: Free bytes that must remain.
     """
 
@@ -148,48 +167,60 @@ class Worker:
         engine: Engine,
         parent: Parent,
         ring: Path,
-        scales_ND: torch.Tensor | None,
         reserve_bytes: int,
     ) -> None:
         self._plan, self._tokens, self._engine, self._parent, self._ring = plan, tokens, engine, parent, ring
-        self._scales_ND, self._reserve_bytes = scales_ND, reserve_bytes
+        self.scales_ND: torch.Tensor | None = None
+        """Channel scales of a lossy codec, once it is calibrated."""
+        self._reserve_bytes = reserve_bytes
         self._shards = {shard.path: shard for shard in plan.shards}
 
-    def run(self) -> None:
-        """Work until there are no more commands."""
+    def run(self, waiting: deque[Message]) -> None:
+        """Work until there are no more commands.
+
+        Args:
+            waiting: Commands that were announced to the engine already.
+        """
         capture = self._plan.capture
         with (
-            Encoder(make_codec(capture.codec, self._scales_ND)) as encoder,
+            Encoder(make_codec(capture.codec, self.scales_ND)) as encoder,
             Checks(len(capture.boundaries), self._plan.hidden_size) as checks,
             ThreadPoolExecutor(MAX_WAITING, "ring-writer") as writer,
         ):
             writing: list[Future[None]] = []
-            while (command := self._parent.commands.get()) is not None:
+            while waiting or (waiting := self.next_commands()):
                 for done in [future for future in writing if future.done()]:
                     writing.remove(done)
                     done.result()
-                if "announce" in command:
-                    self._announce(command["announce"])
-                else:
-                    writing.append(self._capture(command, encoder, checks, writer))
+                writing.append(self._capture(waiting.popleft(), encoder, checks, writer))
+                waiting += self.next_commands(wait=False)
 
-    def _announce(self, paths: Sequence[str]) -> None:
-        names = [sample.sample_id for path in paths for sample in self._shards[path].samples]
-        found = self._tokens.take(names)
-        self._engine.announce([found[name] for name in names])
+    def next_commands(self, *, wait: bool = True) -> deque[Message]:
+        """Commands that came meanwhile, told to the engine so that it works ahead; empty at the end."""
+        found = self._parent.take(wait=wait)
+        samples = [sample for command in found for batch in self._batches(command) for sample in batch]
+        if samples:
+            tokens = self._tokens.take(sample.sample_id for sample in samples)
+            self._engine.announce([tokens[sample.sample_id] for sample in samples])
+        return deque(found)
+
+    def _batches(self, command: Message) -> list[tuple[PlannedSample, ...]]:
+        """The planned batches that hold what is wanted; whole, or their bytes would be others."""
+        only = command["only"]
+        batches = self._shards[command["shard"]].batches
+        return [b for b in batches if only is None or any(sample.sample_id in only for sample in b)]
 
     def _capture(self, command: Message, encoder: Encoder, checks: Checks, writer: ThreadPoolExecutor) -> Future[None]:
-        job, shard = command["capture"], self._shards[command["shard"]]
-        names = {sample.sample_id for sample in shard.samples}
+        job, shard, batches = command["capture"], self._shards[command["shard"]], self._batches(command)
+        names = {sample.sample_id for batch in batches for sample in batch}
         only = frozenset(names if command["only"] is None else command["only"])
-        batches = [batch for batch in shard.batches if any(sample.sample_id in only for sample in batch)]
-        tokens = self._tokens.take(sample.sample_id for batch in batches for sample in batch)
+        tokens = self._tokens.take(names)
         assembly = ShardAssembly(
-            _part(shard, only), self._plan.capture, self._plan.hidden_size, tokens, encoder, self._scales_ND
+            _part(shard, only), self._plan.capture, self._plan.hidden_size, tokens, encoder, self.scales_ND
         )
         for batch in batches:
             samples = [tokens[sample.sample_id] for sample in batch]
-            capture_batch(self._engine, samples, assembly, checks, frozenset(tokens) - only)
+            capture_batch(self._engine, samples, assembly, checks, frozenset(names) - only)
             self._parent.say(progress=job, num_tokens=sum(sample.num_tokens for sample in batch))
         return writer.submit(self._write, job, self._ring / command["kind"], assembly)
 
@@ -238,25 +269,18 @@ def serve(parent: Parent, target_path: Path, tokens_path: Path, manifest_path: P
     tokens = TokenLookup(tokens_path)
     engine = engine_of(params, target, plan)
     _check_engine(engine.describe(), manifest)
-    first = parent.commands.get()
-    if first is None:
-        return
-    longest = plan.shards[0].samples[0].sample_id
-    names = [longest, *(s.sample_id for path in first["announce"] for s in _named(plan, path).samples)]
-    found = tokens.take(set(names))
+    worker = Worker(plan, tokens, engine, parent, ring, params.extract.reserve_bytes)
     with contextlib.closing(engine):
-        engine.announce([found[name] for name in dict.fromkeys(names)])
+        waiting = worker.next_commands()  # what is asked for first is announced before the engine opens
+        if not waiting:
+            return
         engine.open()
         _probe(engine, params, target, plan, tokens)
         place = _Folder(ring, ring / "states")
         calibration = stored_calibration(plan, place, {}) or calibrate(plan, tokens, engine, place, None)  # type: ignore[arg-type]
-        scales_ND = calibration.scales_ND if calibration else None
+        worker.scales_ND = calibration.scales_ND if calibration else None
         parent.say(ready=True)
-        Worker(plan, tokens, engine, parent, ring, scales_ND, params.extract.reserve_bytes).run()
-
-
-def _named(plan: CapturePlan, path: str) -> PlannedShard:
-    return next(shard for shard in plan.shards if shard.path == path)
+        worker.run(waiting)
 
 
 def engine_of(params: Params, target: TargetIdentity, plan: CapturePlan) -> Engine:
@@ -271,6 +295,7 @@ def engine_of(params: Params, target: TargetIdentity, plan: CapturePlan) -> Engi
         boundaries=capture.boundaries,
         options=options,
         trust_remote_code=params.target.trust_remote_code,
+        longest_tokens=plan.shards[0].samples[0].num_tokens,
         **runs_as,
     )
 

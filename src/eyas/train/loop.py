@@ -9,7 +9,6 @@ changes nothing but the order of sums.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -43,6 +42,7 @@ from eyas.train.packs import Placer, StepData, StepSource, check_damage, made_ah
 from eyas.train.schedule import learning_rate, ttt_steps_at
 from eyas.train.streaming import following
 from eyas.train.tensor_file import read_into
+from eyas.train.threads import all_threads
 from eyas.train.validation import Validator
 
 MEASURE_EVERY = 10
@@ -66,6 +66,8 @@ class Outcome:
     """The validation whose weights are published, with ``keep: best``."""
     seconds: float
     """Of this process, without validations."""
+    is_republished: bool = False
+    """Nothing was trained: what a finished run left was published again."""
     stream: dict[str, Any] = field(default_factory=dict)
     """What a streamed training captured, in the process that feeds it."""
 
@@ -219,7 +221,7 @@ class Trainer:
         loader = BatchLoader(
             self.reader, order.plan(self._cursor, config.packs_per_step, world.rank, world.size), check_states
         )
-        with _threads(), _stop_signals(self), matmul_dtype(config.dtype), loader, self._following(order):
+        with all_threads(), _stop_signals(self), matmul_dtype(config.dtype), loader, self._following(order):
             steps = made_ahead(iter(self._source(loader)), in_thread=world.device.type == "cuda")
             with contextlib.closing(steps):
                 for data in steps:
@@ -379,21 +381,6 @@ def teacher_of(drafter: Drafter, weights: FlatWeights, head_VD: torch.Tensor) ->
     if head.sink is None and torch.equal(own_WE, rows_WD.to(own_WE.device)):
         return head.value
     return rows_WD.to(head.value.device, head.value.dtype)
-
-
-@contextlib.contextmanager
-def _threads() -> Iterator[None]:
-    """All cores this process may use, unless OMP_NUM_THREADS says otherwise.
-
-    The number enters the run record, because the order of sums depends on it.
-    """
-    before = torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

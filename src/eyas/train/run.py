@@ -124,7 +124,14 @@ def train(
             meta, result = kept
             num_steps = inputs.config.num_steps
             return meta, Outcome(
-                result.num_trained_rows, 0, result.num_epochs, num_steps, result.damaged, result.best, 0.0
+                result.num_trained_rows,
+                num_tokens=0,
+                num_epochs=result.num_epochs,
+                resumed_at=num_steps,
+                damaged=result.damaged,
+                best=result.best,
+                seconds=0.0,
+                is_republished=True,
             )
         if inputs.stream is not None:
             inputs = dataclasses.replace(inputs, reader=held.enter_context(inputs.stream(world)))

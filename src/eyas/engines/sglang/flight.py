@@ -98,9 +98,10 @@ class Flight:
         self.ahead = {**early, **self.ahead}
 
     def announce(self, samples: Sequence[TokenSample]) -> None:
-        """These will be asked for, in this order; what was announced before and is under way or done stays so."""
+        """These will be asked for, in this order, after those that were announced before."""
         flying = {attempt.sample.sample_id for attempt in self.under_way.values() if attempt.sample is not None}
-        self.ahead = {s.sample_id: s for s in samples if s.sample_id not in flying | self.finished.keys()}
+        known = flying | self.finished.keys() | self.asked
+        self.ahead |= {sample.sample_id: sample for sample in samples if sample.sample_id not in known}
 
     def ask(self, samples: Sequence[TokenSample]) -> None:
         """These are wanted now."""
