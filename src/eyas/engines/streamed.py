@@ -286,8 +286,7 @@ def serve(parent: Parent, target_path: Path, tokens_path: Path, manifest_path: P
 def engine_of(params: Params, target: TargetIdentity, plan: CapturePlan) -> Engine:
     """The engine that a plan's capture names, with its own options."""
     capture = plan.capture
-    runs_as = {"dtype": params.target.dtype, "device": params.target.device}
-    options = {key: value for key, value in capture.engine_options.items() if key not in runs_as}
+    options = {key: value for key, value in capture.engine_options.items() if key not in ("dtype", "device")}
     return make_engine(
         capture.engine,
         target=target,
@@ -296,7 +295,8 @@ def engine_of(params: Params, target: TargetIdentity, plan: CapturePlan) -> Engi
         options=options,
         trust_remote_code=params.target.trust_remote_code,
         longest_tokens=plan.shards[0].samples[0].num_tokens,
-        **runs_as,
+        dtype=params.target.dtype,
+        device=params.target.device,
     )
 
 
