@@ -214,7 +214,7 @@ def test_ctrl_c_while_states_are_awaited_saves_and_goes_on(place, tmp_path):
     root, expected = place
     hanging = patched(tmp_path, ONCE.format(fault="time.sleep(1000)"))
     process = start(root, f'worker=["{hanging[0]}"]', "checkpoint_every=1000", EYAS_RING_BYTES=least(root))
-    processes.until((root / "happened").exists)
+    processes.until((root / "happened").exists, 180)
     time.sleep(3)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130, (root / "told").read_text()
@@ -282,8 +282,9 @@ def test_samples_that_fail_are_listed_counted_and_left_out(place, tmp_path, caps
     assert list(outcome.damaged) == [lost]
     for epoch in outcome.stream["epochs"]:
         told = [epoch[name][0] for name in ("captured", "kept", "failed", "unneeded")]
-        assert epoch["failed"][0] == 1
         assert sum(told) <= epoch["planned"][0] == 90
+    first = outcome.stream["epochs"][0]
+    assert (first["failed"][0], first["captured"][0]) == (1, 89)
     assert f"not captured: sample {lost}" in capsys.readouterr().err
 
 
