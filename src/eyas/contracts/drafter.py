@@ -163,7 +163,7 @@ class ModeCheck:
     """95 % bootstrap interval over prompts; none of a single one."""
     accepted: tuple[int, ...]
     num_ties: int
-    """Tokens that a forward of one token ranks second, within the rounding of the dtype; 0 at a temperature."""
+    """Tokens that are not a forward of one token's first, but within the rounding of the dtype; 0 at a temperature."""
     largest_gap: float
     """The largest lead, in logits, of another token at such a place."""
     tau_expected: float | None = None

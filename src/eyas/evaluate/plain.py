@@ -100,7 +100,7 @@ class Leads:
         """
         token, best = self._answers[row][place], int(logits_V.argmax())
         gap = float(logits_V[best].float() - logits_V[token].float())
-        if gap <= 0:
+        if token == best and gap == 0:  # NaN less NaN is none
             return
         limit = float(tie_limit(logits_V))
         if not gap <= limit:  # NaN is no tie

@@ -34,6 +34,15 @@ def test_a_lead_within_rounding_is_a_tie_and_counted() -> None:
     assert (judge.num_ties, judge.largest_gap) == (3, 0.5)
 
 
+def test_two_equal_logits_are_a_tie() -> None:
+    """In bf16 they happen: the other of both is as right, and the text then differs from plain decoding's."""
+    judge = leads(0, 1)
+    judge(0, 0, torch.tensor([16.0, 16.0, 3.0], dtype=torch.bfloat16))
+    assert judge.num_ties == 0
+    judge(0, 1, torch.tensor([16.0, 16.0, 3.0], dtype=torch.bfloat16))
+    assert (judge.num_ties, judge.largest_gap) == (1, 0.0)
+
+
 @pytest.mark.parametrize(("dtype", "second"), [(torch.bfloat16, 15.4375), (torch.float32, 15.99)])
 def test_a_larger_lead_is_a_fault_and_names_the_place(dtype: torch.dtype, second: float) -> None:
     with pytest.raises(

@@ -188,7 +188,7 @@ def test_what_newer_reports_measure_is_shown(finished: Path) -> None:
     assert "chatterbot, sampled 1.371 1.200 to 1.500 not measured 8 0.43" in shown
     assert "chatterbot, chain single 1.500 one prompt not measured 1 " in shown
     assert "sglang &lt;x&gt;, server tau 1.789, offline tau 1.801." in shown
-    assert "8 1.789 41 62 1.50 30 of 32 3 0 16 1.789" in shown  # smaller batches first
+    assert "8 1.789 41.0 61.5 1.50 30 of 32 3 0 16 1.789" in shown  # smaller batches first
 
 
 def test_the_budget_that_extract_noted_is_the_one_shown(finished: Path) -> None:

@@ -37,7 +37,7 @@ class Judged:
     """How far the target's own choice is from a text, token by token."""
 
     num_ties: int
-    """Tokens that the target ranks behind another by no more than rounding explains."""
+    """Tokens other than the target's first, behind it by no more than rounding explains."""
     largest_gap: float
     """In logits, over all tokens."""
     fault: str
@@ -86,7 +86,7 @@ class Judge:
             )
         elif len(one.answer_ids) < self.max_new_tokens and one.answer_ids[-1] not in self.eos_ids:
             fault = f"{one.prompt_id} ends after {len(one.answer_ids)} tokens without an end of turn"
-        return Judged(num_ties=int((gap_N > 0).sum()), largest_gap=float(gap_N.max()), fault=fault)
+        return Judged(num_ties=int((own_N != logits_NV.argmax(-1)).sum()), largest_gap=float(gap_N.max()), fault=fault)
 
 
 def as_served(drafter: Drafter, dtype: str) -> Drafter:

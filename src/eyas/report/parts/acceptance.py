@@ -158,7 +158,7 @@ def _drawn(found: Figures) -> Iterator[tuple[object, ...]]:
                     f"{name}, {mode.replace('_', ' ')}",
                     number(check.number("temperature"), 2),
                     number(check.number("tau")),
-                    span(check),
+                    _interval(check),
                     number(check.number("tau_expected")),
                     count(check.number("num_prompts")),
                     count(check.number("num_tokens")),
@@ -242,8 +242,8 @@ def _served(serve: Figures) -> Iterator[str]:
         (
             size,
             number(batch.number("tau_server")),
-            count(batch.number("tokens_per_s_plain")),
-            count(batch.number("tokens_per_s_drafted")),
+            number(batch.number("tokens_per_s_plain"), 1),
+            number(batch.number("tokens_per_s_drafted"), 1),
             number(batch.number("speedup"), 2),
             *_equal(batch),
         )
@@ -259,6 +259,26 @@ def _served(serve: Figures) -> Iterator[str]:
         headers = ("batch", "server tau", "tokens / s, plain", "tokens / s, drafted", "speed-up")
         more = ("as plain", "near ties", "faults")
         yield table("Served, by batch size", (*headers, *more), rows, numeric=range(1, 8))
+    yield from _served_sets(serve)
+
+
+def _served_sets(serve: Figures) -> Iterator[str]:
+    """What the server counted on each set, beside the walk over the same texts."""
+    rows = [
+        (
+            name,
+            number(entry.number("tau_server")),
+            number(entry.number("tau_offline")),
+            count(entry.number("num_same_rounds")),
+            count(entry.number("num_prompts")),
+            count(entry.number("num_tokens")),
+            share(entry.number("loop_share")),
+        )
+        for name, entry in serve.groups("sets").items()
+    ]
+    if rows:
+        headers = ("prompt set", "server tau", "offline tau", "same rounds", "of prompts", "tokens", "loops")
+        yield table("Served, by prompt set", headers, rows, numeric=range(1, 7))
 
 
 def _equal(batch: Figures) -> tuple[str | None, ...]:
