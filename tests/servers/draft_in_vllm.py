@@ -1,6 +1,6 @@
-"""Run inside vLLM's interpreter: answers without or with an EAGLE-3 folder, and vLLM's own counters, as a line of JSON.
+"""Run inside vLLM's interpreter: answers without or with an EAGLE-3 folder, and vLLM's own counter, into OUT.json.
 
-draft_in_vllm.py TARGET CASE.json [DRAFTER CHAIN_LENGTH]
+draft_in_vllm.py TARGET CASE.json OUT.json [DRAFTER CHAIN_LENGTH]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vllm import LLM, SamplingParams
 
 
 def main() -> None:
-    target, case_path, *drafting = sys.argv[1:]
+    target, case_path, out, *drafting = sys.argv[1:]
     case = json.loads(Path(case_path).read_text())
     named = {}
     if drafting:
@@ -32,7 +32,7 @@ def main() -> None:
         "answers": [list(answer.outputs[0].token_ids) for answer in answers],
         "num_verifications": counters.get("vllm:spec_decode_num_drafts"),
     }
-    print(json.dumps(said))
+    Path(out).write_text(json.dumps(said))
 
 
 if __name__ == "__main__":

@@ -56,14 +56,14 @@ def world(tmp_path_factory):
 
 
 def generate(python: str, folder: Path, asked: list[list[int]], *drafting: str) -> dict:
-    case = folder / "case.json"
+    case, out = folder / "case.json", folder / "out.json"
     case.write_text(json.dumps({"prompts": asked, "max_new_tokens": MAX_NEW_TOKENS, "eos_ids": [2]}))
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | quiet
-    command = [python, HERE / "draft_in_vllm.py", folder, case, *drafting]
+    command = [python, HERE / "draft_in_vllm.py", folder, case, out, *drafting]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return json.loads(out.read_text())
 
 
 def test_text_is_plain_greedy_text_and_rounds_are_the_walks(world, python):

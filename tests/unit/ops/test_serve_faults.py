@@ -21,11 +21,14 @@ from fake_target import make_target
 
 TESTS = Path(__file__).parents[2]
 PASS = """
+import signal
 from pathlib import Path
 from eyas import console
 from eyas.engines.sglang.session import Session
 from eyas.ops.serve.measure import make_requests, run_pass
 from test_serve_faults import wanted
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
 def main(_argv):
     session = Session(wanted(Path(".")), 1, 0, 0)
