@@ -185,8 +185,8 @@ pins: ## What images are built from, each by digest
 	@$(CONTAINER) pins
 image: ## Build an image with docker, podman or buildah: IMAGE=cpu|ci|cuda (BASE_CPU= BASE_CUDA=)
 	@$(CONTAINER) build --target $(IMAGE)
-image-check: ## Build it twice, compare, look inside, run its self-test; reports/bench/image.json
-	@$(CONTAINER) check --target $(IMAGE)
+image-check: $(if $(filter cuda,$(IMAGE)),,$(READY)) ## Build it twice, compare, look inside, smoke in it and outside; reports/bench/image.json
+	@$(if $(filter cuda,$(IMAGE)),$(CONTAINER),PYTHONPATH=src python -m eyas.ops.image) check --target $(IMAGE)
 sbom: $(READY_DEV) ## What is in the image, as SPDX: reports/sbom-<image>.spdx.json
 	@$(CONTAINER) sbom --target $(IMAGE)
 image-push: ## Push it, its digest to standard output: TO=registry/name:tag (REGISTRY_USER= REGISTRY_TOKEN=)
