@@ -110,6 +110,45 @@ def test_every_tool_builds_without_the_time(calls, tool, tmp_path):
     assert "--timestamp=0" in command or any("rewrite-timestamp=true" in word for word in command)
 
 
+@pytest.mark.parametrize(("anew", "flags"), [(False, 0), (True, 1)])
+def test_docker_takes_nothing_from_an_earlier_build_when_asked(calls, tmp_path, anew, flags):
+    Builder("docker").build(tmp_path, "cpu", "localhost/eyas:cpu", {}, anew=anew)
+    assert calls[0].count("--no-cache") == flags
+
+
+@pytest.mark.parametrize(("ids", "right"), [("0 1001 1\n1 100000 65536\n", True), ("0 1001 1\n", False), ("", False)])
+def test_an_ordinary_user_without_further_ids_is_told(monkeypatch, tmp_path, ids, right):
+    """Files of an image belong to several users; the fault would come after minutes, from within a layer."""
+    done = subprocess.CompletedProcess([], 0, ids, "")
+    monkeypatch.setattr(builders.subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(host_pip, "settings", dict)
+    monkeypatch.setattr(os, "getuid", lambda: 1001)
+    if right:
+        Builder("buildah").build(tmp_path, "cpu", "localhost/eyas:cpu", {})
+    else:
+        with pytest.raises(builders.ImageError, match="as an ordinary user has no ids") as told:
+            Builder("podman").build(tmp_path, "cpu", "localhost/eyas:cpu", {})
+        assert "usermod --add-subuids" in str(told.value)
+
+
+def test_the_caller_of_an_unprivileged_buildah_is_root_inside_without_its_rights(calls, monkeypatch):
+    """Any other id would be one of the user's further ids outside, which could write nothing of his."""
+    monkeypatch.setattr(os, "getuid", lambda: 1001)
+    mine = RunOptions(user=builders.caller(), folder=Path("/r"), mounts=(), environment={})
+    Builder("buildah").run("image", ["make"], mine)
+    assert {"--user=0:0", "--cap-drop=all"} <= set(calls[1])
+    calls.clear()
+    Builder("buildah").run("image", ["make"], OPTIONS)  # the image's own user
+    assert "--user=1000:1001" in calls[1]
+
+
+@pytest.mark.parametrize(("uid", "mapped"), [(0, False), (1001, True)])
+def test_podman_keeps_the_callers_id_where_it_would_change_it(calls, monkeypatch, uid, mapped):
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+    Builder("podman").run("image", ["make"], OPTIONS)
+    assert ("--userns=keep-id" in calls[0]) is mapped
+
+
 OPTIONS = RunOptions(user="1000:1001", folder=Path("/r"), mounts=(Path("/r"),), environment={"HOME": "/r/h"}, gpus=True)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from eyas.ops.image.builder import Builder
 from eyas.ops.image.run import run
 
-FOLDER = Path(".eyas/image-check")
+OUTSIDE, INSIDE = Path(".eyas/smoke-outside"), Path(".eyas/smoke")
 
 
 def smoke_faults(root: Path, builder: Builder, name: str, say: Callable[[str], None]) -> list[str]:
@@ -23,12 +23,11 @@ def smoke_faults(root: Path, builder: Builder, name: str, say: Callable[[str], N
 
     # Sums of bfloat16 products depend on how they are split.
     threads = f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS') or 1}"
-    outside, inside = (FOLDER / side for side in ("outside", "inside"))
     say(f"the small pipeline outside of the image and in it, {threads}")
-    command = ["env", threads, sys.executable, "-m", "eyas.cli", "smoke", "--folder", str(outside)]
+    command = ["env", threads, sys.executable, "-m", "eyas.cli", "smoke", "--folder", str(OUTSIDE)]
     if subprocess.run(command, cwd=root, check=False).returncode:
         return ["the small pipeline failed outside of the image: `make smoke` runs it alone"]
-    if run(root, builder, name, ["env", threads, "eyas", "smoke", "--folder", str(inside)]):
+    if run(root, builder, name, ["env", threads, "make", "smoke"]):
         return ["the small pipeline failed in the image: `make smoke IN_CONTAINER=1` runs it alone"]
-    compared = compare(root / outside, root / inside)
+    compared = compare(root / OUTSIDE, root / INSIDE)
     return [f"{each.artifact}: another hash in the image than outside" for each in compared if not each.equal]
