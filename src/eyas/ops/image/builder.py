@@ -15,6 +15,7 @@ from typing import Any
 
 from eyas.errors import ConfigError, EyasError
 from eyas.ops.image import host_pip
+from eyas.ops.image.pins import LOCAL
 
 TOOLS = ("docker", "podman", "buildah")
 VARIABLE = "EYAS_CONTAINER_TOOL"
@@ -55,6 +56,7 @@ class Builder:
             ImageError: The build failed; its output was shown.
         """
         self._need_ids()
+        self._need_own_base(arguments["BASE_CUDA" if target == "cuda" else "BASE_CPU"])
         found = host_pip.settings()
         with tempfile.NamedTemporaryFile("w", suffix=".conf") as conf:
             conf.write(host_pip.config_text(found))
@@ -82,6 +84,11 @@ class Builder:
                     f"{self.tool} could not build {target} of {root / 'Dockerfile'}", "its output is above"
                 )
 
+    def _need_own_base(self, base: str) -> None:
+        """Refuse a base of this machine that was not made: a builder would ask a registry on this machine for it."""
+        if base.startswith(LOCAL) and not self._inspected(base)[0]:
+            raise ImageError(f"no base image {base} here", f"bash containers/debian-base.sh {base}")
+
     def _need_ids(self) -> None:
         """Refuse an ordinary user to whom the system gives no further ids: an image's files belong to several users."""
         if self.tool == "docker" or os.getuid() == 0:
@@ -101,18 +108,24 @@ class Builder:
         Raises:
             ImageError: There is no such image.
         """
-        kind = ["--type", "image"] if self.tool == "buildah" else []
-        command = [self.tool, *(() if self.tool == "buildah" else ("image",)), "inspect", *kind, name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise ImageError(f"no image {name} here: {done.stderr.strip()[-200:]}", "`make image` builds it")
-        found = json.loads(done.stdout)
-        found = found[0] if isinstance(found, list) else found
+        found, reason = self._inspected(name)
+        if not found:
+            target = name.rpartition(":")[2]
+            raise ImageError(f"no image {name} here: {reason}", f"`make image IMAGE={target}` builds it")
         if self.tool == "buildah":
             digest, config = found["FromImageDigest"], found["OCIv1"]["config"]
             return Image(name, digest, self._buildah_size(name), config)
         digest = found.get("Digest") or next(iter(found.get("RepoDigests") or ()), "").rpartition("@")[2]
         return Image(name, digest or f"sha256:{found['Id'].removeprefix('sha256:')}", found["Size"], found["Config"])
+
+    def _inspected(self, name: str) -> tuple[dict[str, Any], str]:
+        """What the tool says about an image; nothing, and why, when there is none."""
+        own = ["inspect", "--type", "image"] if self.tool == "buildah" else ["image", "inspect"]
+        done = subprocess.run([self.tool, *own, name], capture_output=True, text=True, check=False)
+        if done.returncode:
+            return {}, done.stderr.strip()[-200:]
+        found = json.loads(done.stdout)
+        return (found[0] if isinstance(found, list) else found), ""
 
     def _buildah_size(self, name: str) -> int:
         done = subprocess.run(["buildah", "images", "--json", name], capture_output=True, text=True, check=True)
@@ -234,7 +247,7 @@ def find_builder() -> Builder:
         if works(tool):
             return Builder(tool)
     raise ConfigError(
-        f"{named or 'neither docker with buildx, podman nor buildah'} works here",
+        f"{named} does not work here" if named else "neither docker with buildx, podman nor buildah works here",
         "apt-get install buildah needs no daemon; a docker needs its daemon and the buildx plugin",
     )
 

@@ -33,8 +33,8 @@ def run(root: Path, builder: Builder, name: str, command: Sequence[str]) -> int:
         ImageError: There is no such image.
     """
     root = root.resolve()
-    image = builder.inspect(name)
     must_be_clear(root, builder)
+    image = builder.inspect(name)
     home = root / HOME
     home.mkdir(parents=True, exist_ok=True)
     # DVC looks at owners through its own git library, which reads this file and no environment.
