@@ -21,6 +21,7 @@ from eyas.ops.image.check import structure_faults
 
 ROOT = Path(__file__).parents[3]
 DIGEST = "sha256:" + "0123456789abcdef" * 4
+BASES = {"BASE_CPU": f"python@{DIGEST}", "BASE_CUDA": f"cuda@{DIGEST}"}
 OTHER = "sha256:" + "fedcba9876543210" * 4
 
 
@@ -102,7 +103,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("tool", builders.TOOLS)
 def test_every_tool_builds_without_the_time(calls, tool, tmp_path):
     """Case 87: times of files and of the build are no part of the image."""
-    Builder(tool).build(tmp_path, "cpu", "localhost/eyas:cpu", {"BASE_CPU": f"python@{DIGEST}"})
+    Builder(tool).build(tmp_path, "cpu", "localhost/eyas:cpu", BASES)
     (command,) = calls
     assert "--build-arg=SOURCE_DATE_EPOCH=0" in command
     assert f"--build-arg=BASE_CPU=python@{DIGEST}" in command
@@ -112,7 +113,7 @@ def test_every_tool_builds_without_the_time(calls, tool, tmp_path):
 
 @pytest.mark.parametrize(("anew", "flags"), [(False, 0), (True, 1)])
 def test_docker_takes_nothing_from_an_earlier_build_when_asked(calls, tmp_path, anew, flags):
-    Builder("docker").build(tmp_path, "cpu", "localhost/eyas:cpu", {}, anew=anew)
+    Builder("docker").build(tmp_path, "cpu", "localhost/eyas:cpu", BASES, anew=anew)
     assert calls[0].count("--no-cache") == flags
 
 
@@ -124,10 +125,10 @@ def test_an_ordinary_user_without_further_ids_is_told(monkeypatch, tmp_path, ids
     monkeypatch.setattr(host_pip, "settings", dict)
     monkeypatch.setattr(os, "getuid", lambda: 1001)
     if right:
-        Builder("buildah").build(tmp_path, "cpu", "localhost/eyas:cpu", {})
+        Builder("buildah").build(tmp_path, "cpu", "localhost/eyas:cpu", BASES)
     else:
         with pytest.raises(builders.ImageError, match="as an ordinary user has no ids") as told:
-            Builder("podman").build(tmp_path, "cpu", "localhost/eyas:cpu", {})
+            Builder("podman").build(tmp_path, "cpu", "localhost/eyas:cpu", BASES)
         assert "usermod --add-subuids" in str(told.value)
 
 
@@ -199,9 +200,29 @@ def test_a_registry_that_refuses_is_told(monkeypatch):
         Builder("podman").push("localhost/eyas:cpu", "r.io/o/eyas:1", "", "")
 
 
+def test_a_base_of_this_machine_that_was_not_made_is_told(monkeypatch, tmp_path):
+    """A builder would ask a registry on this machine for it, and say that nobody listens there."""
+    failed = subprocess.CompletedProcess([], 1, "", "image not known")
+    monkeypatch.setattr(builders.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    with pytest.raises(builders.ImageError, match="no base image localhost/base:1 here") as told:
+        Builder("buildah").build(tmp_path, "cuda", "localhost/eyas:cuda", BASES | {"BASE_CUDA": "localhost/base:1"})
+    assert told.value.hint == "bash containers/debian-base.sh localhost/base:1"
+
+
+def test_the_missing_image_is_the_one_to_build(monkeypatch):
+    failed = subprocess.CompletedProcess([], 125, "", "image not known")
+    monkeypatch.setattr(builders.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(builders.ImageError, match="`make image IMAGE=cuda` builds it"):
+        Builder("podman").inspect("localhost/eyas:cuda")
+
+
 def test_no_tool_at_all_is_told(monkeypatch):
     monkeypatch.setattr(builders, "works", lambda tool: False)
     with pytest.raises(ConfigError, match="neither docker with buildx, podman nor buildah works here"):
+        builders.find_builder()
+    monkeypatch.setenv(builders.VARIABLE, "docker")
+    with pytest.raises(ConfigError, match=r"^docker does not work here"):
         builders.find_builder()
     monkeypatch.setenv(builders.VARIABLE, "kaniko")
     with pytest.raises(ConfigError, match="EYAS_CONTAINER_TOOL: 'kaniko'"):
