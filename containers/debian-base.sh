@@ -9,7 +9,7 @@ trap 'rm -rf "$work"' EXIT
 . /etc/os-release
 for source in /etc/apt/sources.list.d/*.sources /etc/apt/sources.list; do
   if [[ -s $source ]]; then cat "$source" && echo; fi
-done | mmdebstrap --quiet --variant=apt --include=ca-certificates,python3,python3-venv \
+done | mmdebstrap --quiet --skip=output/dev --variant=apt --include=ca-certificates,python3,python3-venv \
   --aptopt='Acquire::Check-Valid-Until "false"' --aptopt='APT::Install-Recommends "false"' \
   --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
   --dpkgopt='path-exclude=/usr/share/locale/*' "$VERSION_CODENAME" "$work/rootfs.tar" -
