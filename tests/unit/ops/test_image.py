@@ -217,6 +217,16 @@ def test_the_missing_image_is_the_one_to_build(monkeypatch):
         Builder("podman").inspect("localhost/eyas:cuda")
 
 
+def test_a_tool_that_hangs_does_not_work(monkeypatch, tmp_path):
+    (tmp_path / "podman").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "podman").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv(builders.VARIABLE, "podman")
+    monkeypatch.setattr(builders, "LONGEST_PROBE_S", 0.2)
+    with pytest.raises(ConfigError, match="podman does not work here"):
+        builders.find_builder()
+
+
 def test_no_tool_at_all_is_told(monkeypatch):
     monkeypatch.setattr(builders, "works", lambda tool: False)
     with pytest.raises(ConfigError, match="neither docker with buildx, podman nor buildah works here"):

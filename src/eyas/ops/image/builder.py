@@ -23,6 +23,7 @@ EPOCH = "0"
 """Of every file in an image: two builds give the same bytes."""
 
 
+LONGEST_PROBE_S = 180
 LEAST_IDS = 1001
 """Images of ours have root and user 1000."""
 
@@ -257,6 +258,12 @@ def works(tool: str) -> bool:
     if shutil.which(tool) is None:
         return False
     probes = {"docker": (("info",), ("buildx", "version")), "podman": (("info",),), "buildah": (("info",),)}[tool]
-    return all(
-        subprocess.run([tool, *words], capture_output=True, check=False, timeout=60).returncode == 0 for words in probes
-    )
+    return all(_answers([tool, *words]) for words in probes)
+
+
+def _answers(command: list[str]) -> bool:
+    """Whether a command ends well in time: a daemon that hangs is none."""
+    try:
+        return subprocess.run(command, capture_output=True, check=False, timeout=LONGEST_PROBE_S).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
