@@ -255,8 +255,9 @@ lock-check: LOCKS := .eyas/locks
 lock-check: $(READY_DEV) ## Are the locks those of requirements/*.in, and is every wheel of cuda.lock in the index; half a minute
 	@rm -rf $(LOCKS) && mkdir -p $(LOCKS) && cp requirements/*.lock $(LOCKS)
 	@$(MAKE) lock LOCKS=$(LOCKS)
-	@for lock in requirements/*.lock; do diff "$$lock" $(LOCKS)/$${lock##*/} --unified=0 --label "$$lock" --label 'as it would be resolved' \
-	  --ignore-matching-lines='^    --hash=' || { echo; echo 'error: locks are not those of requirements/*.in'; echo; echo 'hint: make lock'; exit 2; } >&2; done
+	@for lock in requirements/*.lock; do \
+	  diff --unified=0 --label "$$lock" --label 'as it would be resolved' <(grep == "$$lock") <(grep == $(LOCKS)/$${lock##*/}) || \
+	    { echo; echo "error: $$lock is not that of $${lock%lock}in"; echo; echo 'hint: make lock'; exit 2; } >&2; done
 	@uv pip install --dry-run --quiet $(UV_CUDA) --no-deps --require-hashes --only-binary :all: --no-binary antlr4-python3-runtime \
 	  --no-build-isolation --target $(LOCKS)/none -r requirements/cuda.lock
 	@echo 'lock-check: nothing would be resolved otherwise, every wheel is there' >&2
