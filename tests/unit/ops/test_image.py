@@ -83,6 +83,14 @@ def test_folders_of_the_hosts_index_come_into_the_build_once(tmp_path):
     assert f"extra-index-url = file://{simple} https://example.org/simple\n" in text
 
 
+def test_a_constraint_of_the_host_is_not_taken(tmp_path, monkeypatch):
+    """Versions are the locks': a cap of this machine's could only refuse one of them."""
+    (tmp_path / "pip.conf").write_text("[global]\nconstraint = /etc/caps.txt\ntrusted-host = pypi.internal\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    found = host_pip.settings()
+    assert (found["trusted-host"], "constraint" in found) == (["pypi.internal"], False)
+
+
 # ── builders ──────────────────────────────────────────────────────────────────────────────────
 
 
