@@ -84,8 +84,8 @@ else
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary experiments doctor verify repair \
 	budget generations retire keep gc-plan gc adopt train-from export-states import-states check-export import-drafter bench-store \
-	bench-gc bench-train bench-train-quality bench-capture bench-faults parity serve-bench check test test-slow test-gpu test-kernels test-sglang \
-	test-vllm setup-sglang setup-vllm lock clean pins image image-check image-push sbom shell
+	bench-gc bench-train bench-train-quality bench-train-gpus bench-capture bench-faults parity serve-bench check test test-slow test-gpu test-kernels \
+	test-sglang test-vllm setup-sglang setup-vllm lock clean pins image image-check image-push sbom shell
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-19s %s\n",$$1,$$2}' Makefile
@@ -171,6 +171,8 @@ bench-train: $(READY) ## The trainer beside other trainers on this CPU: speed, m
 	eyas bench train $(ARGS)
 bench-train-quality: $(READY) ## Tau of our drafter and of other trainers' from the same states; hours on a CPU; reports/bench/train_quality.json
 	eyas bench train-quality $(JSON_FLAG) $(ARGS)
+bench-train-gpus: $(READY) ## The trainer on one GPU and on two of this host: speed, equal losses, other numbers of processes; JSON; five minutes
+	@python -m eyas.ops.bench.train_gpus $(ARGS)
 bench-capture: $(READY) ## What capturing costs SGLang on this GPU (ARGS='--device cpu': a tiny model); reports/bench/capture.json
 	python -m eyas.ops.bench.capture --work .eyas/bench/capture $(ARGS)
 bench-faults: $(READY) ## A real SGLang made to fail in nine ways, every byte compared; ten minutes; reports/bench/faults.json

@@ -1,8 +1,8 @@
 """The trainer on one GPU and on several of one host: ``python -m eyas.ops.bench.train_gpus``; the answer is JSON.
 
 Three parts, each with a time limit: the step for a drafter of Llama-3.1-8B's shape on one device and on all, with
-everything on every process (as DDP) and with moments in parts (``EYAS_TRAIN_SHARD=1``, in FSDP's place), the batch of
-a process unchanged; the losses of one and of all at equal global batches; a small training from a store that starts
+everything on every process (as DDP) and with moments in parts (``EYAS_TRAIN_SHARD=1``), the batch of a process
+unchanged; the losses of one and of all at equal global batches; a small training from a store that starts
 on all devices, goes on with one and ends on all again, beside one that never stopped. Processes are ``torchrun``'s.
 """
 
