@@ -231,6 +231,18 @@ def test_every_drafter_option_trains(tmp_path, options):
 # ── the published drafter ─────────────────────────────────────────────────────────────────────
 
 
+def test_with_the_full_vocab_no_choice_is_outside(tmp_path, unbroken):
+    whole = DraftVocab(d2t_W=torch.zeros(world.V, dtype=torch.int64), t2d_V=torch.ones(world.V, dtype=torch.bool))
+    whole.write(tmp_path / "vocab")
+    meta, _ = world.run(tmp_path, world.make_inputs(tmp_path))
+    assert meta.shape.draft_vocab_size == world.V
+    shares = [
+        json.loads(metrics)["oov_share"]
+        for metrics in ((tmp_path / "metrics/metrics.json").read_bytes(), unbroken[0]["metrics/metrics.json"])
+    ]
+    assert shares[0] == 0 < shares[1]
+
+
 def test_the_published_drafter_loads_back(tmp_path, unbroken):
     world.run(tmp_path, world.make_inputs(tmp_path))
     embedding_VD = read_ends(tmp_path / "target").embedding_VD
