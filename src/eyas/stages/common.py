@@ -75,6 +75,7 @@ def stage_run(stage: str, reads: Sequence[Path], writes: Sequence[Path]) -> Iter
         "packages": {name: _version(name) for name in PACKAGES},
         "python": platform.python_version(),
         "machine": config.machine(),
+        "environment": config.settings(),
         "image": os.environ.get(images.VARIABLE, ""),
         "lock_sha256": content_hash(LOCK),
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - wall_s)),
