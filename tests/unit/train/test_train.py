@@ -391,6 +391,16 @@ def test_a_repository_without_a_commit_is_told_how_to_make_one(tmp_path, monkeyp
     assert world.run(tmp_path, inputs)[0].num_steps == 2
 
 
+def test_metrics_that_cannot_be_removed_are_not_added_to(tmp_path):
+    """A link is not emptied: rows of an earlier run stay there, and none of this run come behind them."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/old.tsv").write_text("old")
+    (tmp_path / "metrics").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic link"):
+        world.run(tmp_path, world.make_inputs(tmp_path))
+    assert [path.name for path in (tmp_path / "elsewhere").rglob("*")] == ["old.tsv"]
+
+
 def test_a_second_training_at_once_is_refused(tmp_path):
     with fs.volume_lock(tmp_path / "runs/train.lock", "train"), pytest.raises(EyasError, match="is locked by train"):
         world.run(tmp_path, world.make_inputs(tmp_path))
