@@ -44,7 +44,7 @@ SMALL = {
 STOPS = (0.2, 0.35)
 """A training is told to stop at this share of its reads, its next process after as many again."""
 WANTED_SPEED, WANTED_LOSS = 1.85, 1e-3
-LIMIT_S = {"one": 140, "all": 160, "small": 60}
+LIMIT_S = {"one": 140, "all": 160, "small": 90}
 """Of one start of processes, while the whole has time left."""
 GRACE_S = 5
 TINY = {
