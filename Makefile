@@ -91,8 +91,8 @@ else
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary experiments doctor verify repair \
 	budget generations retire keep gc-plan gc adopt train-from export-states import-states check-export import-drafter bench-store \
-	bench-gc bench-train bench-train-quality bench-capture bench-ranks bench-faults parity serve-bench check test test-slow test-gpu test-kernels test-sglang test-sglang-quick \
-	test-vllm setup-sglang setup-vllm lock lock-check clean pins image image-check image-push sbom shell
+	bench-gc bench-train bench-train-quality bench-capture bench-ranks bench-faults parity serve-bench check test test-slow test-gpu test-kernels \
+	test-sglang test-sglang-quick test-vllm setup-sglang setup-vllm lock lock-check clean pins image image-check image-push sbom shell bench-train-gpus
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-19s %s\n",$$1,$$2}' Makefile
@@ -178,6 +178,8 @@ bench-train: $(READY) ## The trainer beside other trainers on this CPU: speed, m
 	eyas bench train $(ARGS)
 bench-train-quality: $(READY) ## Tau of our drafter and of other trainers' from the same states; hours on a CPU; reports/bench/train_quality.json
 	eyas bench train-quality $(JSON_FLAG) $(ARGS)
+bench-train-gpus: $(READY) ## The trainer on one GPU and on two of this host: speed, equal losses, other numbers of processes; JSON; five minutes
+	@python -m eyas.ops.bench.train_gpus $(ARGS)
 bench-capture: $(READY) ## What capturing costs SGLang on this GPU (ARGS='--device cpu': a tiny model); reports/bench/capture.json
 	python -m eyas.ops.bench.capture --work .eyas/bench/capture $(ARGS)
 bench-ranks: $(READY) ## Capture on one GPU and on two, states and speed (ARGS='--device cpu': two cores); reports/bench/ranks.json
