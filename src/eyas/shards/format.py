@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import xxhash
 
-from eyas.canonical import canonical_json, from_plain
+from eyas.canonical import canonical_json, from_plain, plain_json
 from eyas.contracts import CaptureIdentity, StoredSample
 from eyas.errors import StoreError
 from eyas.shards.codecs import CODECS
@@ -147,31 +147,41 @@ def lay_out(facts: ShardFacts, content: ShardContent) -> tuple[Block, ...]:
 
 def pack_header(facts: ShardFacts, content: ShardContent, checksums: Mapping[str, str]) -> bytes:
     """Length and JSON header, padded: everything before the first block."""
-    blocks = lay_out(facts, content)
-    tensors = {b.name: {"dtype": b.dtype, "shape": b.shape, "data_offsets": [b.begin, b.end]} for b in blocks}
+    return _pack(facts, content, lay_out(facts, content), checksums)
+
+
+def _pack(facts: ShardFacts, content: ShardContent, blocks: Sequence[Block], checksums: Mapping[str, str]) -> bytes:
+    tensors: dict[str, Any] = {
+        b.name: {"dtype": b.dtype, "shape": b.shape, "data_offsets": (b.begin, b.end)} for b in blocks
+    }
     metadata = {
         "format": FORMAT,
         "version": facts.version,
         "identity": facts.identity,
         "shard": facts.shard,
         "codec": facts.codec,
-        "boundaries": canonical_json(facts.boundaries),
+        "boundaries": plain_json(facts.boundaries),
         "final_hidden": facts.final_hidden,
-        "samples": canonical_json(list(content.samples)),
-        "xxh3": canonical_json(dict(checksums)),
+        "samples": canonical_json(content.samples),
+        "xxh3": plain_json(dict(checksums)),
         "header_xxh3": NO_CHECKSUM,
     }
     if facts.version != "1":
         metadata |= {
             "hidden_size": str(facts.hidden_size),
             "last_rows": facts.last_rows,
-            "rows": canonical_json(list(content.rows)),
+            "rows": plain_json(content.rows),
         }
-    unsigned = _pad(canonical_json({"__metadata__": metadata, **tensors}).encode())
-    metadata["header_xxh3"] = checksum(unsigned)
-    signed = _pad(canonical_json({"__metadata__": metadata, **tensors}).encode())
-    assert len(signed) == len(unsigned) <= MAX_HEADER_BYTES
+    tensors["__metadata__"] = metadata
+    unsigned = _pad(plain_json(tensors).encode())
+    # Quotes inside values are escaped, so this stands in the text once; the signature is as long as its place.
+    signed = unsigned.replace(_signature(NO_CHECKSUM), _signature(checksum(unsigned)), 1)
+    assert len(signed) <= MAX_HEADER_BYTES
     return len(signed).to_bytes(LENGTH_BYTES, "little") + signed
+
+
+def _signature(digest: str) -> bytes:
+    return f'"header_xxh3":"{digest}"'.encode()
 
 
 def _pad(text: bytes) -> bytes:
@@ -216,8 +226,8 @@ def parse_header(raw: bytes, where: str) -> ShardHeader:
         )
     try:
         header = _rebuild(metadata, tensors, LENGTH_BYTES + len(raw))
-        content = ShardContent(samples=header.samples, rows=header.rows, encoded_bytes=_encoded_bytes(tensors))
-        same = pack_header(header.facts, content, header.checksums)[LENGTH_BYTES:] == raw
+        content = ShardContent(samples=header.samples, rows=header.rows, encoded_bytes={})
+        same = _pack(header.facts, content, [*header.blocks.values()], header.checksums)[LENGTH_BYTES:] == raw
     except (ValueError, OverflowError, RecursionError, KeyError, TypeError, IndexError, AttributeError):
         raise damaged(where, "its header lists no samples, checksums or boundaries") from None
     if not same:

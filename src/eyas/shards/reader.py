@@ -9,6 +9,8 @@ Letters: T tokens, A aux streams, D target hidden size.
 
 from __future__ import annotations
 
+import bisect
+import functools
 import os
 import threading
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from eyas.shards.format import (
     CALIBRATION,
     DTYPES,
     LENGTH_BYTES,
+    MAX_HEADER_BYTES,
     STATE_KINDS,
     Block,
     ShardHeader,
@@ -35,6 +38,9 @@ from eyas.shards.format import (
     header_length,
     parse_header,
 )
+
+HELD_HEADERS = 256
+"""A training reads from 32 shards at a time (``batches.order``), its validation from a few more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,8 @@ class ShardReader:
     """Random access by sample to a published set of shards.
 
     Opening reads every header (kilobytes each) and checks sizes, identity and counts against the
-    manifest. Folders are never listed: what the manifest does not name does not exist.
+    manifest. Folders are never listed: what the manifest does not name does not exist. Of the headers only the
+    samples stay in memory, and the last ``HELD_HEADERS`` that were asked for: a million samples take half a GB.
 
     Args:
         folder: The states folder.
@@ -72,19 +79,22 @@ class ShardReader:
     def __init__(self, folder: Path, manifest: ShardManifest) -> None:
         self.folder, self.manifest = Path(folder), manifest
         check_account(manifest)
-        self._places: dict[str, tuple[ShardHeader, int]] = {}
+        self._held = functools.lru_cache(HELD_HEADERS)(self._open)
         self._codecs: dict[str, Codec] = {}
-        for entry in manifest.shards:
-            header = open_entry(self.folder, entry, manifest)
-            for index, sample in enumerate(header.samples):
-                if sample.sample_id in self._places:
-                    raise damaged(entry.path, f"sample {sample.sample_id} occurs twice in the set")
-                self._places[sample.sample_id] = (header, index)
+        self._starts: list[int] = []
+        samples: list[StoredSample] = []
+        for shard in range(len(manifest.shards)):
+            self._starts.append(len(samples))
+            samples += self._held(shard).samples
+        self._samples = tuple(samples)
+        self._places = {sample.sample_id: place for place, sample in enumerate(samples)}
+        if len(self._places) != len(samples):
+            self._refuse_twice()
 
     @property
     def samples(self) -> tuple[StoredSample, ...]:
         """All stored samples in manifest order."""
-        return tuple(header.samples[index] for header, index in self._places.values())
+        return self._samples
 
     def shard_of(self, sample_id: str) -> str:
         """Path of the shard that holds a sample.
@@ -92,7 +102,7 @@ class ShardReader:
         Raises:
             StoreError: The sample is not stored.
         """
-        return self._place(sample_id)[0].facts.shard
+        return self.manifest.shards[self._place(sample_id)[0]].path
 
     def read(self, sample_id: str) -> StoredStates:
         """One sample with its states, every block checked.
@@ -100,7 +110,8 @@ class ShardReader:
         Raises:
             StoreError: The sample is not stored, or a block of it is damaged.
         """
-        header, index = self._place(sample_id)
+        shard, index = self._place(sample_id)
+        header = self._held(shard)
         with open_shard(self.folder / header.facts.shard, header.facts.shard) as fd:
             return read_sample(fd.number, header, index, self._codec(fd.number, header))
 
@@ -110,17 +121,30 @@ class ShardReader:
         Raises:
             StoreError: The sample is not stored, or a block of it is damaged.
         """
-        header, index = self._place(sample_id)
+        shard, index = self._place(sample_id)
+        header = self._held(shard)
         with open_shard(self.folder / header.facts.shard, header.facts.shard) as fd:
             return read_tokens(fd.number, header, index)
 
-    def _place(self, sample_id: str) -> tuple[ShardHeader, int]:
+    def _open(self, shard: int) -> ShardHeader:
+        return open_entry(self.folder, self.manifest.shards[shard], self.manifest)
+
+    def _refuse_twice(self) -> None:
+        for place, sample in enumerate(self._samples):
+            if self._places[sample.sample_id] != place:  # the last one's place stands there
+                shard = self.manifest.shards[bisect.bisect_right(self._starts, self._places[sample.sample_id]) - 1]
+                raise damaged(shard.path, f"sample {sample.sample_id} occurs twice in the set")
+
+    def _place(self, sample_id: str) -> tuple[int, int]:
+        """Number of the shard and of the sample in it."""
         if sample_id not in self._places:
             raise StoreError(
                 f"sample {sample_id} is not among the {len(self._places):,} stored samples",
                 "`eyas verify` lists what is stored; failed samples are in data/hidden_states.json",
             )
-        return self._places[sample_id]
+        place = self._places[sample_id]
+        shard = bisect.bisect_right(self._starts, place) - 1
+        return shard, place - self._starts[shard]
 
     def _codec(self, fd: int, header: ShardHeader) -> Codec:
         # All shards of a set have one calibration; each is read once.
@@ -162,6 +186,20 @@ def read_header(path: Path, where: str) -> tuple[ShardHeader, int]:
     if header.size_bytes != size_bytes:
         raise damaged(where, f"{size_bytes:,} bytes, its header describes {header.size_bytes:,}")
     return header, size_bytes
+
+
+def claims_identity(path: Path, identity: str) -> bool:
+    """Whether a file's header, whole or not, names this capture as its own; nothing else of it is looked at.
+
+    Raises:
+        StoreError: The file cannot be opened or read.
+    """
+    with open_shard(path, path.name) as fd:
+        size_bytes = os.fstat(fd.number).st_size
+        prefix = bytes(_pread(fd.number, min(LENGTH_BYTES, size_bytes), 0, path.name).numpy())
+        length = min(int.from_bytes(prefix, "little"), MAX_HEADER_BYTES, size_bytes - len(prefix))
+        # Quotes inside values are escaped: only the header's own field is spelled like this.
+        return f'"identity":"{identity}"'.encode() in bytes(_pread(fd.number, length, len(prefix), path.name).numpy())
 
 
 def open_entry(folder: Path, entry: ShardEntry, manifest: ShardManifest) -> ShardHeader:

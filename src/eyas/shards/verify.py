@@ -9,6 +9,7 @@ Letters: T tokens, A aux streams, D target hidden size.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -73,21 +74,22 @@ class Against:
     judged: bool = True
 
 
-def verify_file(path: Path, entry: ShardEntry, identity: str) -> list[Finding]:
+def verify_file(path: Path, entry: ShardEntry, identity: str) -> tuple[ShardHeader | None, list[Finding]]:
     """Check one shard file against its entry: size, md5, header, identity, every block's checksum.
 
     Returns:
-        Findings, empty when the file is what was written.
+        Its header, None when that is damaged, and findings: none when the file is what was written.
     """
     try:
         header, size_bytes = read_header(path, entry.path)
         check_identity(header, identity, entry.path)
     except StoreError as error:
-        return [_of_file(entry.path, error.message)]
+        return None, [_of_file(entry.path, error.message)]
     if size_bytes != entry.size_bytes:
-        return [_of_file(entry.path, f"{entry.path}: {size_bytes:,} bytes, expected {entry.size_bytes:,}")]
+        return header, [_of_file(entry.path, f"{entry.path}: {size_bytes:,} bytes, expected {entry.size_bytes:,}")]
     with open_shard(path, entry.path) as fd:
-        return list(_read_through(fd.number, entry, header, lambda i: _damaged_blocks(fd.number, header, i), None))
+        check = functools.partial(_damaged_blocks, fd.number, header)
+        return header, list(_read_through(fd.number, entry, header, check, None))
 
 
 def verify(
