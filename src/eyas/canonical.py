@@ -74,10 +74,6 @@ def from_plain(kind: type[Record], value: Any) -> Record:
 
 
 def _build(kind: Any, value: Any, where: str) -> Any:
-    if kind is str or kind is int or kind is bool:
-        if type(value) is kind:
-            return value
-        raise ValueError(f"{where}: {value!r}, expected {kind.__name__}")
     origin, args = _parts(kind)
     if dataclasses.is_dataclass(kind):
         return _build_record(kind, value, where)
