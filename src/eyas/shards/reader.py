@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import bisect
 import functools
-import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from eyas.contracts import ShardEntry, ShardManifest, StoredSample
+from eyas.contracts import ShardManifest, StoredSample
 from eyas.errors import StoreError
 from eyas.rows import stored_rows
 from eyas.shards.account import check_account
@@ -27,17 +26,14 @@ from eyas.shards.codecs import Codec, RawCodec, decode_block, make_codec, tensor
 from eyas.shards.format import (
     CALIBRATION,
     DTYPES,
-    LENGTH_BYTES,
-    MAX_HEADER_BYTES,
     STATE_KINDS,
     Block,
     ShardHeader,
     block_name,
     checksum,
     damaged,
-    header_length,
-    parse_header,
 )
+from eyas.shards.opening import entry_samples, open_entry, open_shard, pread_into
 
 HELD_HEADERS = 256
 """A training reads from 32 shards at a time (``batches.order``), its validation from a few more."""
@@ -66,7 +62,8 @@ class ShardReader:
 
     Opening reads every header (kilobytes each) and checks sizes, identity and counts against the
     manifest. Folders are never listed: what the manifest does not name does not exist. Of the headers only the
-    samples stay in memory, and the last ``HELD_HEADERS`` that were asked for: a million samples take half a GB.
+    samples stay in memory, half a GB a million; where their blocks lie is read when a sample of the shard is, and
+    kept for the last ``HELD_HEADERS`` shards.
 
     Args:
         folder: The states folder.
@@ -83,9 +80,9 @@ class ShardReader:
         self._codecs: dict[str, Codec] = {}
         self._starts: list[int] = []
         samples: list[StoredSample] = []
-        for shard in range(len(manifest.shards)):
+        for entry in manifest.shards:
             self._starts.append(len(samples))
-            samples += self._held(shard).samples
+            samples += entry_samples(self.folder, entry, manifest)
         self._samples = tuple(samples)
         self._places = {sample.sample_id: place for place, sample in enumerate(samples)}
         if len(self._places) != len(samples):
@@ -153,90 +150,6 @@ class ShardReader:
             check_scales(fd, header, self.manifest)
             self._codecs[shard] = shard_codec(fd, header)
         return self._codecs[shard]
-
-
-class open_shard:  # noqa: N801 - used like the built-in open
-    """An open file descriptor of a shard as a context; a missing file is a ``StoreError``."""
-
-    def __init__(self, path: Path, where: str) -> None:
-        try:
-            self.number = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise damaged(where, f"cannot be opened: {error.strerror}") from None
-
-    def __enter__(self) -> open_shard:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.number)
-
-
-def read_header(path: Path, where: str) -> tuple[ShardHeader, int]:
-    """Parsed header and size in bytes of a shard file.
-
-    Raises:
-        StoreError: The file is missing, or is no whole shard.
-    """
-    with open_shard(path, where) as fd:
-        size_bytes = os.fstat(fd.number).st_size
-        prefix = _pread(fd.number, min(LENGTH_BYTES, size_bytes), 0, where)
-        length = header_length(bytes(prefix.numpy()), size_bytes, where)
-        raw = bytes(_pread(fd.number, length, LENGTH_BYTES, where).numpy())
-    header = parse_header(raw, where)
-    if header.size_bytes != size_bytes:
-        raise damaged(where, f"{size_bytes:,} bytes, its header describes {header.size_bytes:,}")
-    return header, size_bytes
-
-
-def claims_identity(path: Path, identity: str) -> bool:
-    """Whether a file's header, whole or not, names this capture as its own; nothing else of it is looked at.
-
-    Raises:
-        StoreError: The file cannot be opened or read.
-    """
-    with open_shard(path, path.name) as fd:
-        size_bytes = os.fstat(fd.number).st_size
-        prefix = bytes(_pread(fd.number, min(LENGTH_BYTES, size_bytes), 0, path.name).numpy())
-        length = min(int.from_bytes(prefix, "little"), MAX_HEADER_BYTES, size_bytes - len(prefix))
-        # Quotes inside values are escaped: only the header's own field is spelled like this.
-        return f'"identity":"{identity}"'.encode() in bytes(_pread(fd.number, length, len(prefix), path.name).numpy())
-
-
-def open_entry(folder: Path, entry: ShardEntry, manifest: ShardManifest) -> ShardHeader:
-    """Header of one published shard, checked against the manifest.
-
-    Raises:
-        StoreError: The shard is missing, short, foreign, in another's place, or its counts differ.
-    """
-    header, size_bytes = read_header(folder / entry.path, entry.path)
-    check_identity(header, manifest.identity, entry.path)
-    facts = header.facts
-    counts = (size_bytes, len(header.samples), sum(sample.num_tokens for sample in header.samples))
-    expected = (entry.size_bytes, entry.num_samples, entry.num_tokens)
-    if counts != expected:
-        raise damaged(entry.path, f"(bytes, samples, tokens) are {counts}, the manifest says {expected}")
-    capture = manifest.capture
-    shape = (facts.boundaries, facts.final_hidden, facts.hidden_size, facts.codec, facts.last_rows)
-    planned = (manifest.boundaries, capture.final_hidden, manifest.hidden_size, capture.codec, capture.last_rows)
-    if shape != planned:
-        names = "(boundaries, norm, hidden size, codec, rows)"
-        raise damaged(entry.path, f"{names} are {shape}, the manifest says {planned}")
-    return header
-
-
-def check_identity(header: ShardHeader, identity: str, path: str) -> None:
-    """Refuse a shard of another capture and a shard in another's place.
-
-    Raises:
-        StoreError: Both identities or both paths are named.
-    """
-    if header.facts.identity != identity:
-        raise StoreError(
-            f"{path} belongs to another capture: identity {header.facts.identity}, expected {identity}",
-            "move that file away; shards of two captures never mix",
-        )
-    if header.facts.shard != path:
-        raise damaged(path, f"holds the shard {header.facts.shard}: files changed places")
 
 
 def shard_codec(fd: int, header: ShardHeader) -> Codec:
@@ -320,7 +233,7 @@ def read_tokens(fd: int, header: ShardHeader, index: int) -> tuple[torch.Tensor,
 def _read_small(fd: int, header: ShardHeader, index: int, kind: str) -> torch.Tensor:
     block, where = _block(header, index, kind), _where(header, index, kind)
     data = bytearray(block.end - block.begin)
-    _pread_into(fd, memoryview(data), header.data_start + block.begin, where)
+    pread_into(fd, memoryview(data), header.data_start + block.begin, where)
     _check(data, header, block, where)
     return torch.frombuffer(data, dtype=DTYPES[block.dtype])
 
@@ -339,7 +252,7 @@ def _read_states(fd: int, header: ShardHeader, index: int, codec: Codec) -> tupl
     places = {kind: _block(header, index, kind) for kind in STATE_KINDS}
     begin, size = places["aux"].begin, places["last"].end - places["aux"].begin
     data = _scratch(size)
-    _pread_into(fd, data, header.data_start + begin, _where(header, index, "states"))
+    pread_into(fd, data, header.data_start + begin, _where(header, index, "states"))
     try:
         aux_ATD = torch.empty((num_aux, T, D), dtype=torch.bfloat16)
         last_LD = torch.empty((last_rows, D), dtype=torch.bfloat16)
@@ -387,6 +300,18 @@ def read_encoded(fd: int, header: ShardHeader, index: int, kind: str) -> torch.T
     return _read_checked(fd, header, _block(header, index, kind), _where(header, index, kind))
 
 
+def check_block(fd: int, header: ShardHeader, index: int, kind: str) -> None:
+    """Check a block of one sample against its checksum.
+
+    Raises:
+        StoreError: The file ends early or the bytes differ from what was written.
+    """
+    block, where = _block(header, index, kind), _where(header, index, kind)
+    data = _scratch(block.end - block.begin)
+    pread_into(fd, data, header.data_start + block.begin, where)
+    _check(data, header, block, where)
+
+
 def _read_checked(fd: int, header: ShardHeader, block: Block, where: str) -> torch.Tensor:
     data = _pread(fd, block.end - block.begin, header.data_start + block.begin, where)
     _check(tensor_bytes(data), header, block, where)
@@ -405,17 +330,5 @@ def _shaped(data: torch.Tensor, block: Block) -> torch.Tensor:
 
 def _pread(fd: int, num_bytes: int, offset: int, where: str) -> torch.Tensor:
     data = torch.empty(num_bytes, dtype=torch.uint8)
-    _pread_into(fd, tensor_bytes(data), offset, where)
+    pread_into(fd, tensor_bytes(data), offset, where)
     return data
-
-
-def _pread_into(fd: int, data: memoryview, offset: int, where: str) -> None:
-    done = 0
-    while done < len(data):
-        try:
-            count = os.preadv(fd, [data[done:]], offset + done)
-        except OSError as error:  # a bad sector, or a folder under a shard's name
-            raise damaged(where, f"cannot be read: {error.strerror}") from None
-        if count == 0:
-            raise damaged(where, f"the file ends {len(data) - done:,} bytes early")
-        done += count

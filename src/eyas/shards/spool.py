@@ -24,7 +24,7 @@ from eyas.contracts import CaptureIdentity, CapturePlan, PlannedShard, ShardMani
 from eyas.errors import DiskError, StoreError
 from eyas.shards.format import checksum
 from eyas.shards.handover import RETIRED_MARK, SETTLED_SUFFIX, SPOOL, is_dvc_repository
-from eyas.shards.reader import check_identity, claims_identity, read_header
+from eyas.shards.opening import check_identity, claims_identity, read_header
 from eyas.shards.verify import Finding, verify_file
 from eyas.shards.writer import FinishedShard
 

@@ -24,18 +24,8 @@ from eyas.shards.account import check_account
 from eyas.shards.codecs import Codec, tensor_bytes
 from eyas.shards.consistency import Score, incoherent, judge
 from eyas.shards.format import CALIBRATION, KINDS, ShardHeader, block_name, checksum
-from eyas.shards.reader import (
-    StoredStates,
-    check_identity,
-    check_scales,
-    open_entry,
-    open_shard,
-    read_encoded,
-    read_header,
-    read_sample,
-    read_scales,
-    shard_codec,
-)
+from eyas.shards.opening import check_identity, open_entry, open_shard, read_header
+from eyas.shards.reader import StoredStates, check_block, check_scales, read_sample, read_scales, shard_codec
 from eyas.shards.values import row_faults
 from eyas.shards.writer import stored_sample
 
@@ -289,7 +279,7 @@ def _read_through(
 def _damaged_blocks(fd: int, header: ShardHeader, index: int) -> Iterator[Finding]:
     for kind in KINDS:
         try:
-            read_encoded(fd, header, index, kind)
+            check_block(fd, header, index, kind)
         except StoreError as error:
             yield Finding(shard=header.facts.shard, sample_id=header.samples[index].sample_id, problem=error.message)
 

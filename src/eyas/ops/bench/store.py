@@ -25,7 +25,8 @@ from eyas.ops.bench.replay import Source, manifest_of
 from eyas.rows import stored_rows
 from eyas.shards.codecs import Codec, decode_block, make_codec, tensor_bytes
 from eyas.shards.encode import Encoder
-from eyas.shards.reader import ShardReader, open_entry, open_shard, read_encoded
+from eyas.shards.opening import open_entry, open_shard
+from eyas.shards.reader import ShardReader, read_encoded
 from eyas.shards.writer import ShardAssembly
 
 GB = 1_000_000_000
