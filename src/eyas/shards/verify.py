@@ -252,12 +252,12 @@ def _read_through(
 ) -> Iterator[Finding]:
     """Hash the file front to back, and check each sample as soon as its states were hashed."""
     md5 = hashlib.md5(usedforsecurity=False)
-    buffer, done, is_readable = bytearray(CHUNK_BYTES), 0, True
+    buffer, done, is_readable = bytearray(min(CHUNK_BYTES, header.size_bytes)), 0, True
     ends = [header.data_start + header.blocks[block_name(i, "last")].end for i in range(len(header.samples))]
     for index, end in enumerate([*ends, header.size_bytes]):
         while is_readable and done < end:
             try:
-                count = os.preadv(fd, [memoryview(buffer)[: min(CHUNK_BYTES, end - done)]], done)
+                count = os.preadv(fd, [memoryview(buffer)[: min(len(buffer), end - done)]], done)
             except OSError as error:
                 # A bad sector: the samples are still read one by one, so that repair knows which to capture.
                 yield _of_file(entry.path, f"{entry.path}: cannot be read at byte {done:,}: {error.strerror}")
