@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parity.add_argument("--engines", default="hf,sglang", help="of hf, sglang, vllm, with commas (%(default)s)")
     parity.add_argument("--samples", type=int, default=64, help="prompts of 10 to 1,500 tokens (%(default)s)")
     _add_serve(commands)
+    _add_simulate(commands)
     smoke = _add(commands, "smoke", run.smoke, "run the whole pipeline at small size in a scratch copy")
     smoke.add_argument("--folder", type=Path, default=Path(".eyas/smoke"), help="the copy (default: %(default)s)")
     reproduce = _add(commands, "reproduce", run.reproduce, "run small twice from nothing and compare every hash")
@@ -138,6 +139,18 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
     serve.add_argument("--max-new-tokens", type=int, default=128, help="of each answer (%(default)s)")
     serve.add_argument("--chain-length", type=int, default=3, help="drafts of a round, no tree (%(default)s)")
     serve.add_argument("--dtype", default="", help="of the server, bfloat16 or float32 (default: evaluate.dtype)")
+
+
+def _add_simulate(commands: argparse._SubParsersAction) -> None:
+    text = "time, bytes and the bound of each stage on a cluster that a YAML file describes (docs/simulate.md)"
+    simulate = _add(commands, "simulate", run.simulate, text)
+    simulate.add_argument("cluster", nargs="?", type=Path, metavar="CLUSTER.yaml", help="the description")
+    simulate.add_argument("--target", default="", help="shape of a preset below conf/target (default: the file's)")
+    simulate.add_argument("--conversations", type=int, help="number of conversations (default: the file's)")
+    simulate.add_argument("--mean-tokens", type=float, help="of a conversation (default: the file's)")
+    known = "instead of a cluster: reports folders of smaller runs of one machine, to predict the run of --against from"
+    simulate.add_argument("--runs", nargs="+", type=Path, default=(), metavar="REPORTS", help=known)
+    simulate.add_argument("--against", type=Path, metavar="REPORTS", help="reports folder of the run that is predicted")
 
 
 def _add_exchange(commands: argparse._SubParsersAction) -> None:

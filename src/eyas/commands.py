@@ -326,3 +326,22 @@ def keep(arguments: argparse.Namespace) -> int:
     pinned = f"kept: {done.name} ({done.hash[:10]}) by tag {done.tag} on {done.commit[:10]}; git push origin {done.tag}"
     console.emit(canonical_json(done) if arguments.json else pinned)
     return 0
+
+
+def simulate(arguments: argparse.Namespace) -> int:
+    from eyas.errors import ConfigError
+    from eyas.ops.simulate import text
+    from eyas.ops.simulate.description import HINT, read_description
+    from eyas.ops.simulate.predict import predict
+    from eyas.ops.simulate.runs import judge
+
+    if bool(arguments.cluster) == bool(arguments.runs) or bool(arguments.runs) != bool(arguments.against):
+        raise ConfigError("expected a cluster's description, or --runs together with --against", HINT)
+    if arguments.runs:
+        judged = judge(arguments.runs, arguments.against)
+        console.emit(canonical_json(text.judged_json(judged)) if arguments.json else text.judged_text(judged))
+        return 0
+    given = read_description(arguments.cluster, arguments.target, arguments.conversations, arguments.mean_tokens)
+    found = predict(given)
+    console.emit(canonical_json(text.as_json(found)) if arguments.json else text.as_text(given, found))
+    return 0
