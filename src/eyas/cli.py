@@ -51,6 +51,18 @@ def _parser() -> argparse.ArgumentParser:
     verify = _add(commands, "verify", run.verify, "read every artifact again; states also against tokens and target")
     verify.add_argument("--share", type=float, default=1.0, help="read this share of the shards (default: all)")
     verify.add_argument("--max-mb-per-s", type=float, default=0.0, help="read no faster (default: no limit)")
+    verify.add_argument(
+        "--remote",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="the states on a DVC remote instead (default: DVC's default one)",
+    )
+    for name, text in (("push", "to a DVC remote, and ask it for each"), ("pull", "from a DVC remote, and read each")):
+        moved = _add(
+            commands, name, getattr(run, name), f"hidden states and their manifest {text}; goes on where it stopped"
+        )
+        moved.add_argument("--remote", default="", metavar="NAME", help="of the remote (default: DVC's default one)")
     _add(commands, "repair", run.repair, "restore damaged shards from DVC's cache, or capture their samples again")
     plan = _add(commands, "gc-plan", run.gc_plan, "what nobody needs any more, and what deleting it would free")
     plan.add_argument("--projects", help="other projects that share DVC's cache: '/path /path', or none")

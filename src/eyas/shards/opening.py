@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from eyas.contracts import ShardEntry, ShardManifest, StoredSample
@@ -17,6 +17,10 @@ from eyas.shards.format import (
     parse_header,
     parse_samples,
 )
+
+HEADER_GUESS_BYTES = 64 << 10
+"""Read at once of a shard that is far away; most headers are shorter."""
+ReadBytes = Callable[[int, int], bytes]
 
 
 class open_shard:  # noqa: N801 - used like the built-in open
@@ -41,7 +45,12 @@ def read_header(path: Path, where: str) -> tuple[ShardHeader, int]:
     Raises:
         StoreError: The file is missing, or is no whole shard.
     """
-    raw, size_bytes = _read_raw_header(path, where)
+    with open_shard(path, where) as fd:
+        return _read_header_from(fd.number, where)
+
+
+def _read_header_from(fd: int, where: str) -> tuple[ShardHeader, int]:
+    raw, size_bytes = _read_raw_from(fd, where)
     header = parse_header(raw, where)
     if header.size_bytes != size_bytes:
         raise damaged(where, f"{size_bytes:,} bytes, its header describes {header.size_bytes:,}")
@@ -51,11 +60,15 @@ def read_header(path: Path, where: str) -> tuple[ShardHeader, int]:
 def _read_raw_header(path: Path, where: str) -> tuple[bytes, int]:
     """The JSON header and the size of the file."""
     with open_shard(path, where) as fd:
-        size_bytes = os.fstat(fd.number).st_size
-        prefix = bytearray(min(LENGTH_BYTES, size_bytes))
-        pread_into(fd.number, memoryview(prefix), 0, where)
-        raw = bytearray(header_length(bytes(prefix), size_bytes, where))
-        pread_into(fd.number, memoryview(raw), LENGTH_BYTES, where)
+        return _read_raw_from(fd.number, where)
+
+
+def _read_raw_from(fd: int, where: str) -> tuple[bytes, int]:
+    size_bytes = os.fstat(fd).st_size
+    prefix = bytearray(min(LENGTH_BYTES, size_bytes))
+    pread_into(fd, memoryview(prefix), 0, where)
+    raw = bytearray(header_length(bytes(prefix), size_bytes, where))
+    pread_into(fd, memoryview(raw), LENGTH_BYTES, where)
     return bytes(raw), size_bytes
 
 
@@ -76,7 +89,17 @@ def open_entry(folder: Path, entry: ShardEntry, manifest: ShardManifest) -> Shar
     Raises:
         StoreError: The shard is missing, short, foreign, in another's place, or its counts differ.
     """
-    header, size_bytes = read_header(folder / entry.path, entry.path)
+    with open_shard(folder / entry.path, entry.path) as fd:
+        return entry_header(fd.number, entry, manifest)
+
+
+def entry_header(fd: int, entry: ShardEntry, manifest: ShardManifest) -> ShardHeader:
+    """The same of an open file, wherever it lies.
+
+    Raises:
+        StoreError: The shard is short, foreign, in another's place, or its counts differ.
+    """
+    header, size_bytes = _read_header_from(fd, entry.path)
     _check_entry(header.facts, header.samples, size_bytes, entry, manifest)
     return header
 
@@ -88,6 +111,22 @@ def entry_samples(folder: Path, entry: ShardEntry, manifest: ShardManifest) -> t
         StoreError: The shard is missing, short, foreign, in another's place, or its counts differ.
     """
     raw, size_bytes = _read_raw_header(folder / entry.path, entry.path)
+    return _samples_of(raw, size_bytes, entry, manifest)
+
+
+def far_entry_samples(read: ReadBytes, entry: ShardEntry, manifest: ShardManifest) -> tuple[StoredSample, ...]:
+    """The same of a shard of which ``read(begin, end)`` gives bytes; its size is believed to be the manifest's.
+
+    Raises:
+        StoreError: The shard is foreign, in another's place, or its counts differ.
+    """
+    known = read(0, min(HEADER_GUESS_BYTES, entry.size_bytes))
+    end = LENGTH_BYTES + header_length(known[:LENGTH_BYTES], entry.size_bytes, entry.path)
+    raw = known[LENGTH_BYTES:end] if end <= len(known) else known[LENGTH_BYTES:] + read(len(known), end)
+    return _samples_of(raw, entry.size_bytes, entry, manifest)
+
+
+def _samples_of(raw: bytes, size_bytes: int, entry: ShardEntry, manifest: ShardManifest) -> tuple[StoredSample, ...]:
     facts, samples = parse_samples(raw, entry.path)
     _check_entry(facts, samples, size_bytes, entry, manifest)
     return samples

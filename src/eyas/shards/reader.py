@@ -12,12 +12,15 @@ from __future__ import annotations
 import bisect
 import functools
 import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from eyas.contracts import ShardManifest, StoredSample
+from eyas.contracts import ShardEntry, ShardManifest, StoredSample
 from eyas.errors import StoreError
 from eyas.rows import stored_rows
 from eyas.shards.account import check_account
@@ -33,8 +36,12 @@ from eyas.shards.format import (
     checksum,
     damaged,
 )
-from eyas.shards.opening import entry_samples, open_entry, open_shard, pread_into
+from eyas.shards.opening import entry_header, entry_samples, far_entry_samples, open_shard, pread_into
+from eyas.shards.shard_cache import ShardCache
 
+Found = TypeVar("Found")
+FAR_THREADS = 32
+"""Headers asked of a remote at a time."""
 HELD_HEADERS = 256
 """A training reads from 32 shards at a time (``batches.order``), its validation from a few more."""
 
@@ -68,21 +75,22 @@ class ShardReader:
     Args:
         folder: The states folder.
         manifest: Its manifest.
+        cache: Where shards come from that do not lie in the folder.
 
     Raises:
         StoreError: A shard is missing, short, foreign, damaged or contradicts the manifest.
     """
 
-    def __init__(self, folder: Path, manifest: ShardManifest) -> None:
-        self.folder, self.manifest = Path(folder), manifest
+    def __init__(self, folder: Path, manifest: ShardManifest, cache: ShardCache | None = None) -> None:
+        self.folder, self.manifest, self._cache = Path(folder), manifest, cache
         check_account(manifest)
         self._held = functools.lru_cache(HELD_HEADERS)(self._open)
         self._codecs: dict[str, Codec] = {}
         self._starts: list[int] = []
         samples: list[StoredSample] = []
-        for entry in manifest.shards:
+        for listed in self._listed():
             self._starts.append(len(samples))
-            samples += entry_samples(self.folder, entry, manifest)
+            samples += listed
         self._samples = tuple(samples)
         self._places = {sample.sample_id: place for place, sample in enumerate(samples)}
         if len(self._places) != len(samples):
@@ -107,10 +115,11 @@ class ShardReader:
         Raises:
             StoreError: The sample is not stored, or a block of it is damaged.
         """
-        shard, index = self._place(sample_id)
-        header = self._held(shard)
-        with open_shard(self.folder / header.facts.shard, header.facts.shard) as fd:
-            return read_sample(fd.number, header, index, self._codec(fd.number, header))
+
+        def read(fd: int, header: ShardHeader, index: int) -> StoredStates:
+            return read_sample(fd, header, index, self._codec(fd, header))
+
+        return self._read(sample_id, read)
 
     def read_tokens(self, sample_id: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Only ``input_ids_T`` int32 and ``loss_mask_T`` uint8 of a sample, checked; no states are read.
@@ -118,13 +127,48 @@ class ShardReader:
         Raises:
             StoreError: The sample is not stored, or a block of it is damaged.
         """
+        return self._read(sample_id, read_tokens)
+
+    def _read(self, sample_id: str, read: Callable[[int, ShardHeader, int], Found]) -> Found:
         shard, index = self._place(sample_id)
-        header = self._held(shard)
-        with open_shard(self.folder / header.facts.shard, header.facts.shard) as fd:
-            return read_tokens(fd.number, header, index)
+        entry = self.manifest.shards[shard]
+        try:
+            with self._file(entry) as fd:
+                return read(fd.number, self._held(shard), index)
+        except StoreError:
+            if self._cache is None or self._is_here(entry):
+                raise
+        self._cache.drop(entry)  # damaged on this disk: what the remote holds was checked when it arrived
+        with self._file(entry) as fd:
+            return read(fd.number, self._held(shard), index)
+
+    def _listed(self) -> Iterator[tuple[StoredSample, ...]]:
+        """Samples of each shard, in order."""
+        if self._cache is None:
+            yield from (entry_samples(self.folder, entry, self.manifest) for entry in self.manifest.shards)
+            return
+        cache = self._cache
+
+        def samples_of(entry: ShardEntry) -> tuple[StoredSample, ...]:
+            if self._is_here(entry):
+                return entry_samples(self.folder, entry, self.manifest)
+            return far_entry_samples(functools.partial(cache.read, entry), entry, self.manifest)
+
+        with ThreadPoolExecutor(FAR_THREADS, "far-headers") as pool:
+            yield from pool.map(samples_of, self.manifest.shards)
+
+    def _is_here(self, entry: ShardEntry) -> bool:
+        return (self.folder / entry.path).exists()
+
+    def _file(self, entry: ShardEntry) -> open_shard:
+        if self._cache is None or self._is_here(entry):
+            return open_shard(self.folder / entry.path, entry.path)
+        return self._cache.open(entry)
 
     def _open(self, shard: int) -> ShardHeader:
-        return open_entry(self.folder, self.manifest.shards[shard], self.manifest)
+        entry = self.manifest.shards[shard]
+        with self._file(entry) as fd:
+            return entry_header(fd.number, entry, self.manifest)
 
     def _refuse_twice(self) -> None:
         for place, sample in enumerate(self._samples):
