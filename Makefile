@@ -34,6 +34,7 @@ VENV := .venv
 VENV_READY := $(VENV)/.ready-$(TORCH)
 READY := $(if $(EYAS_IMAGE),,$(VENV_READY))
 READY_DEV := $(VENV)/.ready-dev
+READY_REMOTES := $(VENV)/.ready-remotes
 # SGLang's own interpreter: its transformers is another one than ours.
 SGLANG_VENV := .venv-sglang
 READY_SGLANG := $(SGLANG_VENV)/.ready-$(TORCH)
@@ -83,8 +84,8 @@ $(GOALS):
 else
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary experiments doctor verify repair \
-	budget generations retire keep gc-plan gc adopt train-from export-states import-states check-export import-drafter bench-store \
-	bench-gc bench-train bench-train-quality bench-capture bench-faults parity serve-bench check test test-slow test-gpu test-kernels test-sglang \
+	budget push pull generations retire keep gc-plan gc adopt train-from export-states import-states check-export import-drafter bench-store \
+	bench-gc bench-train bench-train-quality bench-capture bench-faults parity serve-bench check test test-slow test-remotes test-gpu test-kernels test-sglang \
 	test-vllm setup-sglang setup-vllm lock clean pins image image-check image-push sbom shell
 
 help: ## List the targets
@@ -148,6 +149,12 @@ repair: $(READY) ## Restore damaged shards, or capture their samples again
 ##@ Disk
 budget: $(READY) ## Does the planned capture fit this volume, and what would make it fit (JSON=1)
 	@eyas budget $(JSON_FLAG)
+push: $(READY) ## States and manifest to a DVC remote, each asked for afterwards: REMOTE= (JSON=1); docs/remotes.md
+	$(STATE_HERE)
+	@eyas push $(JSON_FLAG) $(call option,remote,REMOTE)
+pull: $(READY) ## And back, each file read afterwards: REMOTE= (JSON=1)
+	$(STATE_HERE)
+	@eyas pull $(JSON_FLAG) $(call option,remote,REMOTE)
 generations: $(READY) ## Every version of the hidden states and what gc would free; ALL=1 JSON=1
 	@eyas generations $(if $(value ALL),--all) $(JSON_FLAG)
 retire: $(READY) ## Take a generation's name out of the workspace; deletes nothing: GEN=
@@ -232,6 +239,8 @@ test-sglang: $(READY_DEV) $(READY_SGLANG) ## Real SGLang servers on this CPU, so
 	pytest -m 'sglang and not slow' tests/servers $(ARGS)
 test-vllm: $(READY_DEV) $(READY_VLLM) ## A real vLLM on this CPU, some minutes; needs SmolLM2: fetched here, or EYAS_TARGETS_DIR
 	pytest -m vllm tests/servers $(ARGS)
+test-remotes: $(READY_REMOTES) ## States on a real S3 server on this machine, and on a shared folder; 60 MB the first time
+	pytest tests/unit/shards/test_remotes.py $(ARGS)
 test-gpu: $(READY_DEV) ## What needs an NVIDIA GPU; TORCH= names a build of torch for it
 	pytest -m gpu $(ARGS)
 test-kernels: $(READY_DEV) $(TRITON) ## The GPU kernels against torch, in Triton's interpreter; 290 MB the first time
@@ -240,6 +249,7 @@ lock: $(READY_DEV) ## Resolve requirements/*.in into locks again, keeping what s
 	$(UV_COMPILE) --override requirements/no-torch.txt requirements/cpu.in -o requirements/cpu.lock
 	$(UV_COMPILE) requirements/dev.in -o requirements/dev.lock
 	$(UV_COMPILE) requirements/kernels.in -o requirements/kernels.lock
+	$(UV_COMPILE) requirements/remotes.in -o requirements/remotes.lock
 	uv pip compile --quiet --python-version 3.12 --python-platform x86_64-manylinux_2_34 --generate-hashes \
 	  --no-header --no-annotate --no-emit-index-url requirements/cuda.in -o requirements/cuda.lock
 	$(UV_COMPILE) --no-deps requirements/sglang-cpu.in -o requirements/sglang-cpu.lock
@@ -265,6 +275,10 @@ $(VENV_READY): requirements/cpu.lock pyproject.toml
 
 $(READY_DEV): $(READY) requirements/dev.lock
 	@$(PIP_LOCKED) -r requirements/dev.lock
+	@touch '$@'
+
+$(READY_REMOTES): $(READY_DEV) requirements/remotes.lock
+	@$(PIP_LOCKED) -r requirements/remotes.lock
 	@touch '$@'
 
 # torch brings its own needs, and the lock then has the last word. Nothing is resolved: SGLang's metadata names CUDA packages.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +128,13 @@ class ShardReader:
             StoreError: The sample is not stored, or a block of it is damaged.
         """
         return self._read(sample_id, read_tokens)
+
+    def expect(self, sample_ids: Sequence[str]) -> None:
+        """These samples will be read soon: shards that are far away set out."""
+        for sample_id in sample_ids if self._cache is not None else ():
+            entry = self.manifest.shards[self._place(sample_id)[0]]
+            if self._cache is not None and not self._is_here(entry):
+                self._cache.expect(entry)
 
     def _read(self, sample_id: str, read: Callable[[int, ShardHeader, int], Found]) -> Found:
         shard, index = self._place(sample_id)

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import queue
 import threading
 import time
 from collections import defaultdict
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from eyas import config, fs
 from eyas.contracts import ShardEntry, ShardManifest
-from eyas.errors import ConfigError, StoreError
+from eyas.errors import ConfigError, EyasError, StoreError
 from eyas.shards.opening import open_shard
 from eyas.shards.remote import RemoteStore
 
@@ -29,6 +30,8 @@ LOCK_NAME = "lock"
 FETCHES = 3
 """Of a shard whose md5 is not its name's, before it is given up."""
 WAIT_S = 0.05
+AHEAD_THREADS = 4
+"""Shards fetched before they are read, at a time."""
 
 
 class ShardCache:
@@ -52,6 +55,9 @@ class ShardCache:
             )
         self._folder, self._max_bytes, self._remote = folder, max_bytes, remote
         self._being_fetched: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._expected: dict[str, ShardEntry] = {}
+        self._queue: queue.SimpleQueue[ShardEntry] = queue.SimpleQueue()
+        self._ahead: list[threading.Thread] = []
         self.num_fetched_bytes = 0
         with fs.disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -73,6 +79,27 @@ class ShardCache:
             with self._being_fetched[entry.md5]:
                 if fs.size_or_none(path) != entry.size_bytes:
                     self._fetch(entry, path)
+
+    def expect(self, entry: ShardEntry) -> None:
+        """Fetch a shard in the background that will be read soon; forgotten when half of the room is spoken for."""
+        waiting = list(self._expected.values())
+        if entry.md5 in self._expected or fs.size_or_none(self._folder / entry.md5) == entry.size_bytes:
+            return
+        if sum(one.size_bytes for one in waiting) + entry.size_bytes > self._max_bytes // 2:
+            return
+        self._expected[entry.md5] = entry
+        self._queue.put(entry)
+        if not self._ahead:  # daemons: the end of a training does not wait for what nobody will read
+            self._ahead = [threading.Thread(target=self._fetch_ahead, daemon=True) for _ in range(AHEAD_THREADS)]
+            for thread in self._ahead:
+                thread.start()
+
+    def _fetch_ahead(self) -> None:
+        while True:
+            entry = self._queue.get()
+            with contextlib.suppress(EyasError):  # whoever reads the shard is told
+                self.open(entry).__exit__()
+            del self._expected[entry.md5]
 
     def drop(self, entry: ShardEntry) -> None:
         """Forget a shard whose file here is damaged."""
