@@ -85,7 +85,7 @@ else
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary experiments doctor verify repair \
 	budget push pull generations retire keep gc-plan gc adopt train-from export-states import-states check-export import-drafter bench-store \
-	bench-gc bench-train bench-train-quality bench-capture bench-faults parity serve-bench check test test-slow test-remotes test-gpu test-kernels test-sglang \
+	bench-gc bench-train bench-train-quality bench-capture bench-ranks bench-faults parity serve-bench check test test-slow test-remotes test-gpu test-kernels test-sglang test-sglang-quick \
 	test-vllm setup-sglang setup-vllm lock clean pins image image-check image-push sbom shell
 
 help: ## List the targets
@@ -180,7 +180,9 @@ bench-train-quality: $(READY) ## Tau of our drafter and of other trainers' from 
 	eyas bench train-quality $(JSON_FLAG) $(ARGS)
 bench-capture: $(READY) ## What capturing costs SGLang on this GPU (ARGS='--device cpu': a tiny model); reports/bench/capture.json
 	python -m eyas.ops.bench.capture --work .eyas/bench/capture $(ARGS)
-bench-faults: $(READY) ## A real SGLang made to fail in nine ways, every byte compared; ten minutes; reports/bench/faults.json
+bench-ranks: $(READY) ## Capture on one GPU and on two, states and speed (ARGS='--device cpu': two cores); reports/bench/ranks.json
+	python -m eyas.ops.bench.ranks --work .eyas/bench/capture $(ARGS)
+bench-faults: $(READY) ## A real SGLang made to fail in ten ways, every byte compared; ten minutes; reports/bench/faults.json
 	eyas bench faults $(JSON_FLAG)
 parity: $(READY) ## Engines beside transformers in float32: ENGINES=hf,sglang (ARGS='--samples 64' JSON=1); reports/parity.json
 	@eyas parity $(JSON_FLAG) $(call option,engines,ENGINES) $(ARGS)
@@ -235,6 +237,8 @@ test: $(READY_DEV) ## Quick tests
 	pytest $(ARGS)
 test-slow: $(READY_DEV) ## The tests of ten seconds and more
 	pytest -m 'slow and not gpu and not server and not sglang and not vllm' $(ARGS)
+test-sglang-quick: $(READY_DEV) $(READY_SGLANG) ## One real SGLang server, killed once: 64 prompts against transformers; minutes with its set-up
+	pytest -m sglang tests/servers/test_sglang_quick.py $(ARGS)
 test-sglang: $(READY_DEV) $(READY_SGLANG) ## Real SGLang servers on this CPU, some minutes; SmolLM2 too once it is fetched
 	pytest -m 'sglang and not slow' tests/servers $(ARGS)
 test-vllm: $(READY_DEV) $(READY_VLLM) ## A real vLLM on this CPU, some minutes; needs SmolLM2: fetched here, or EYAS_TARGETS_DIR

@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 from eyas import console
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
+STAGE_PATHS = ("models/target.json", "data/tokens", "data/plan.json")
 PEAK = re.compile(r"VmHWM:\s+(\d+) kB")
 
 
@@ -76,29 +78,18 @@ def _run(root: Path, part: str) -> dict[str, Any]:
 # ── one part, in a process of its own ─────────────────────────────────────────────────────────
 
 
-def _plan() -> None:
-    from eyas.stages.plan import main
+def _module(name: str, *arguments: str) -> Callable[[], None]:
+    """What ``python -m`` runs; stages and commands lie above this room and are not imported."""
 
-    main(["models/target.json", "data/tokens", "data/plan.json"])
-
-
-def _command(*arguments: str) -> Callable[[], None]:
     def run() -> None:
-        from eyas.cli import main
-
+        sys.argv = [name, *arguments]
         try:
-            main(arguments)
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
         except SystemExit as ended:
             if ended.code:  # an answer with a code of its own is no measurement
                 raise
 
     return run
-
-
-def _resume() -> None:
-    from eyas.stages.extract import main
-
-    main(["models/target.json", "data/tokens", "data/plan.json", "data/hidden_states", "data/hidden_states.json"])
 
 
 def _shuffle() -> None:
@@ -116,11 +107,11 @@ def _shuffle() -> None:
 
 
 PARTS: dict[str, Callable[[], None]] = {
-    "plan": _plan,
-    "budget": _command("budget", "--json"),
-    "generations": _command("generations", "--json"),
+    "plan": _module("eyas.stages.plan", *STAGE_PATHS),
+    "budget": _module("eyas.cli", "budget", "--json"),
+    "generations": _module("eyas.cli", "generations", "--json"),
     "shuffle": _shuffle,
-    "resume": _resume,
+    "resume": _module("eyas.stages.extract", *STAGE_PATHS, "data/hidden_states", "data/hidden_states.json"),
 }
 
 
