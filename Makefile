@@ -38,6 +38,7 @@ VENV_READY := $(VENV)/.ready-$(TORCH)
 READY := $(if $(EYAS_IMAGE),,$(VENV_READY))
 VENV_READY_DEV := $(VENV)/.ready-dev
 READY_DEV := $(if $(EYAS_IMAGE),,$(VENV_READY_DEV))
+READY_REMOTES := $(VENV)/.ready-remotes
 # SGLang's own interpreter: its transformers is another one than ours.
 SGLANG_VENV := .venv-sglang
 READY_SGLANG := $(SGLANG_VENV)/.ready-$(TORCH)
@@ -90,9 +91,10 @@ $(GOALS):
 else
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary experiments doctor verify repair \
-	budget generations retire keep gc-plan gc adopt train-from export-states import-states check-export import-drafter bench-store \
-	bench-gc bench-train bench-train-quality bench-capture bench-ranks bench-faults parity serve-bench check test test-slow test-gpu test-kernels \
-	test-sglang test-sglang-quick test-vllm setup-sglang setup-vllm lock lock-check clean pins image image-check image-push sbom shell bench-train-gpus
+	budget generations retire keep gc-plan gc adopt train-from export-states import-states check-export import-drafter bench-store bench-gc bench-train \
+	bench-train-quality bench-capture bench-ranks bench-faults parity serve-bench check test test-slow test-gpu test-kernels test-sglang \
+	test-sglang-quick test-vllm setup-sglang setup-vllm lock lock-check clean pins image image-check image-push sbom shell bench-train-gpus push pull \
+	test-remotes
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-19s %s\n",$$1,$$2}' Makefile
@@ -155,6 +157,12 @@ repair: $(READY) ## Restore damaged shards, or capture their samples again
 ##@ Disk
 budget: $(READY) ## Does the planned capture fit this volume, and what would make it fit (JSON=1)
 	@eyas budget $(JSON_FLAG)
+push: $(READY) ## States and manifest to a DVC remote, each asked for afterwards: REMOTE= (JSON=1); docs/remotes.md
+	$(STATE_HERE)
+	@eyas push $(JSON_FLAG) $(call option,remote,REMOTE)
+pull: $(READY) ## And back, each file read afterwards: REMOTE= (JSON=1)
+	$(STATE_HERE)
+	@eyas pull $(JSON_FLAG) $(call option,remote,REMOTE)
 generations: $(READY) ## Every version of the hidden states and what gc would free; ALL=1 JSON=1
 	@eyas generations $(if $(value ALL),--all) $(JSON_FLAG)
 retire: $(READY) ## Take a generation's name out of the workspace; deletes nothing: GEN=
@@ -245,6 +253,8 @@ test-sglang: $(READY_DEV) $(READY_SGLANG) ## Real SGLang servers on this CPU, so
 	pytest -m 'sglang and not slow' tests/servers $(ARGS)
 test-vllm: $(READY_DEV) $(READY_VLLM) ## A real vLLM on this CPU, some minutes; needs SmolLM2: fetched here, or EYAS_TARGETS_DIR
 	pytest -m vllm tests/servers $(ARGS)
+test-remotes: $(READY_REMOTES) ## States on a real S3 server on this machine, and on a shared folder; 60 MB the first time
+	pytest tests/unit/shards/test_remotes.py $(ARGS)
 test-gpu: $(READY_DEV) ## What needs an NVIDIA GPU; TORCH= names a build of torch for it
 	pytest -m gpu $(ARGS)
 test-kernels: $(READY_DEV) $(TRITON) ## The GPU kernels against torch, in Triton's interpreter; 290 MB the first time
@@ -253,6 +263,7 @@ lock: $(READY_DEV) ## Resolve requirements/*.in into locks again, keeping what s
 	$(UV_COMPILE) --override requirements/no-torch.txt requirements/cpu.in -o $(LOCKS)/cpu.lock
 	$(UV_COMPILE) requirements/dev.in -o $(LOCKS)/dev.lock
 	$(UV_COMPILE) requirements/kernels.in -o $(LOCKS)/kernels.lock
+	$(UV_COMPILE) requirements/remotes.in -o $(LOCKS)/remotes.lock
 	uv pip compile --quiet $(UV_CUDA) --generate-hashes \
 	  --no-header --no-annotate --no-emit-index-url requirements/cuda.in -o $(LOCKS)/cuda.lock
 	$(UV_COMPILE) --no-deps requirements/sglang-cpu.in -o $(LOCKS)/sglang-cpu.lock
@@ -288,6 +299,10 @@ $(VENV_READY): requirements/cpu.lock pyproject.toml
 
 $(VENV_READY_DEV): $(VENV_READY) requirements/dev.lock
 	@$(PIP_LOCKED) -r requirements/dev.lock
+	@touch '$@'
+
+$(READY_REMOTES): $(READY_DEV) requirements/remotes.lock
+	@$(PIP_LOCKED) -r requirements/remotes.lock
 	@touch '$@'
 
 # torch brings its own needs, and the lock then has the last word. Nothing is resolved: SGLang's metadata names CUDA packages.
