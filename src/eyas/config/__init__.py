@@ -15,6 +15,7 @@ from eyas.config.schema import (
     TargetConfig,
     TokenizeConfig,
     TrainConfig,
+    tracked_extract_keys,
 )
 
 __all__ = [
@@ -39,4 +40,5 @@ __all__ = [
     "resolve_boundaries",
     "settings",
     "to_yaml",
+    "tracked_extract_keys",
 ]

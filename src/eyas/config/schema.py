@@ -176,6 +176,9 @@ class ExtractConfig:
 
     engine: str = "hf"
     """``hf`` (transformers in process), ``sglang`` (a real server beside us), ``vllm`` (the same of vLLM), ``fake`` (for tests)."""
+    executor: str = "local"
+    """Where engines run: ``local`` (one, here) or ``ray`` (workers of a Ray cluster). Decides no byte: it is in no
+    identity, and no stage tracks it."""
     boundaries: list[int] = field(default_factory=list)
     """Aux boundaries: the state entering decoder layer b. Empty means 2, n//2, n-3."""
     codec: str = "blosc2"
@@ -196,12 +199,13 @@ class ExtractConfig:
     """More failures than this end the extraction with an error."""
     reserve_bytes: int = 1_000_000_000
     """Free bytes that must remain on the volume."""
-    revision: int = 2
+    revision: int = 3
     """Raise it when the capture code's bytes change on purpose."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""
         require(self.engine in ENGINES, "extract.engine", self.engine, " or ".join(ENGINES))
+        require(self.executor in ("local", "ray"), "extract.executor", self.executor, "local or ray")
         check_engine_options(self.engine, self.engine_options)
         require_pin("extract.image", self.image)
         require(self.codec in ("blosc2", "raw", "int8"), "extract.codec", self.codec, "blosc2, raw or int8")
@@ -213,6 +217,18 @@ class ExtractConfig:
         require(self.batch_tokens >= 1, "extract.batch_tokens", self.batch_tokens, "1 or more")
         for key in ("max_failed_samples", "reserve_bytes"):
             require(getattr(self, key) >= 0, f"extract.{key}", getattr(self, key), "0 or more")
+
+
+UNTRACKED = ("executor",)
+"""Keys of ``extract`` that decide no byte."""
+
+
+def tracked_extract_keys() -> list[str]:
+    """What the stages that capture track of ``extract``: every key but those that decide no byte.
+
+    DVC compares a section as a whole; named one by one, a finished terabyte stays finished when one of the others changes.
+    """
+    return [f"extract.{spec.name}" for spec in dataclasses.fields(ExtractConfig) if spec.name not in UNTRACKED]
 
 
 @dataclass

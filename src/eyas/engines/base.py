@@ -37,7 +37,10 @@ class Engine(Protocol):
     """Runs the target. Use as: announce what is to be captured, open, capture or generate, close."""
 
     def announce(self, samples: Sequence[TokenSample]) -> None:
-        """What is going to be asked for, in this order; called once, before ``open``. An engine may work ahead."""
+        """What is going to be asked for, in this order, after what was announced before. An engine may work ahead.
+
+        Called before ``open``, and again while it is open when more becomes known.
+        """
         ...
 
     def open(self) -> None:

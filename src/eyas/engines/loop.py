@@ -1,26 +1,23 @@
 """The extraction loop: plan → engine → checks → one shard after another → publication.
 
-While the engine computes one shard, threads write the ones before it, each a file with its md5 (a file's md5 is one
-chain: 0.5 GB/s); in memory are these and no more, whatever the length of the run. A shard is the unit of resumption;
-content and order come from the plan alone, so neither arrival order nor the points at which a run was killed show in
-the bytes.
+Who makes the shards is an executor's matter: this process with its one engine, or workers on a cluster. Around it stand
+what both share: lock, resumption, the budget's gate, the journal, the account and the publication. A shard is the unit
+of resumption; content and order come from the plan alone, so neither arrival order nor the points at which a run was
+killed, nor who made which shard, show in the bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eyas import config, console, fs
+from eyas import console, fs
 from eyas.contracts import (
     CapturePlan,
     EngineFacts,
@@ -33,25 +30,20 @@ from eyas.contracts import (
 )
 from eyas.engines.base import Engine
 from eyas.engines.calibrate import Head, calibrate, stored_calibration
-from eyas.engines.checked import Checks
+from eyas.engines.pipeline import Pipeline, Told
 from eyas.errors import CaptureError, StoreError
 from eyas.plan.budget import Budget, Done, Need, Ratio, Reclaim, best_ratio
 from eyas.plan.remedies import check_fits
 from eyas.plan.volume import others, volume
 from eyas.plan.watch import Watch
 from eyas.shards.calibration import Calibration
-from eyas.shards.codecs import make_codec
 from eyas.shards.effect import Effect
-from eyas.shards.encode import Encoder
 from eyas.shards.handover import HOME, LOCK_NAME
 from eyas.shards.spool import Spool, check_one_volume, leftovers
-from eyas.shards.writer import FinishedShard, ShardAssembly, check_tokens
+from eyas.shards.writer import FinishedShard, check_tokens
 
 if TYPE_CHECKING:
     import torch
-
-
-CORES_PER_WRITER, MAX_WRITERS = 3, 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +77,13 @@ Probe = Callable[[Engine], None]
 
 
 @dataclass(slots=True)
-class _Run:
-    """State of one run, in plan order where order matters."""
+class Run:
+    """State of one run, which its executor brings forward."""
 
     plan: CapturePlan
     tokens: Mapping[str, TokenSample]
     engine: Engine
+    """Not opened: an executor that runs engines elsewhere never opens it."""
     spool: Spool
     limits: ExtractLimits
     done: dict[str, FinishedShard]
@@ -99,18 +92,59 @@ class _Run:
     calibration: Calibration | None = None
     num_tokens: int = 0
     work_s: float = 0.0
-    failed: list[FailedSample] = field(default_factory=list)
-    pending: deque[Future[FinishedShard]] = field(default_factory=deque)
-    """Shards that are with the writers, the oldest first."""
-    journal: threading.Lock = field(default_factory=threading.Lock)
+    progress: console.Progress = field(init=False)
+    _journal: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        num_done = sum(entry.num_tokens for entry in self.entries)
+        self.progress = console.Progress("extract", self.plan.num_tokens, num_done)
 
     @property
     def entries(self) -> list[ShardEntry]:
-        return [shard.entry for shard in self.done.values() if shard.entry is not None]
+        """Of the finished shards that have a file."""
+        return [shard.entry for shard in list(self.done.values()) if shard.entry is not None]
+
+    @property
+    def failed(self) -> list[FailedSample]:
+        """Samples of finished shards that failed."""
+        return [sample for shard in list(self.done.values()) for sample in shard.failed]
 
     @property
     def left(self) -> list[PlannedShard]:
+        """Shards to be made, in the order of the plan."""
         return [shard for shard in self.plan.shards if shard.path not in self.done]
+
+    @property
+    def scales_ND(self) -> torch.Tensor | None:
+        """Channel scales of a lossy codec, once it is calibrated."""
+        return self.calibration.scales_ND if self.calibration else None
+
+    def calibrate(self, engine: Engine) -> None:
+        """Calibrate a lossy codec with an open engine, unless an earlier run did."""
+        self.calibration = self.calibration or calibrate(self.plan, self.tokens, engine, self.spool, self.head)
+
+    def captured(self, num_tokens: int) -> None:
+        """So many more tokens are captured."""
+        self.num_tokens += num_tokens
+        self.progress.advance(num_tokens, self._note())
+
+    def finish(self, finished: FinishedShard) -> None:
+        """A shard lies in the spool, whole: it is journaled. From any thread."""
+        with self._journal:
+            self.spool.append(finished)
+            self.done[finished.path] = finished
+
+    def _note(self) -> str:
+        entries, plan = self.entries, self.plan
+        written = sum(entry.size_bytes for entry in entries)
+        payload = payload_bytes(sum(entry.num_tokens for entry in entries), plan.hidden_size, plan.num_streams)
+        ratio = f" ({written / payload:.2f} of bf16)" if payload else ""
+        free = console.human_bytes(fs.free_bytes(self.spool.folder))
+        return f"{console.human_bytes(written)} written{ratio}, {free} free"
+
+
+Executor = Callable[[Run, Watch], None]
+"""Makes every shard that is left, and tells the run of each."""
 
 
 def extract(
@@ -124,6 +158,7 @@ def extract(
     home: Path = HOME,
     head: Head | None = None,
     probe: Probe | None = None,
+    executor: Executor | None = None,
 ) -> ExtractResult:
     """Capture every planned sample into shards and publish them.
 
@@ -137,6 +172,7 @@ def extract(
         home: Working folder on the same volume: lock and spool.
         head: Reads the target's head, for the effect of a lossy codec on its distribution.
         probe: Looks at the open engine before anything is captured for keeps; raises ``CaptureError``.
+        executor: Makes the shards; this process does when None.
 
     Raises:
         EyasError: Another extraction holds the lock.
@@ -152,13 +188,13 @@ def extract(
         check_one_volume(home, out)
         spool = Spool(home, plan.capture)
         stack.callback(spool.drop_if_empty)
-        run = _Run(plan, tokens, engine, spool, limits, _resume(spool, plan, limits, out, manifest_path), head, probe)
+        run = Run(plan, tokens, engine, spool, limits, _resume(spool, plan, limits, out, manifest_path), head, probe)
         run.calibration = stored_calibration(plan, spool, run.done)
         num_resumed = len(run.done)
         with _account(run):
             if run.left:
                 found = _gate(run)
-                _capture_shards(run, Watch(spool.folder, limits.reserve_bytes, found.payload_ratio))
+                _capture_shards(run, Watch(spool.folder, limits.reserve_bytes, found.payload_ratio), executor or here)
             manifest = _manifest(run, facts)
         spool.publish(manifest, out, manifest_path)
         return ExtractResult(
@@ -207,7 +243,7 @@ def _resume(
 
 
 @contextlib.contextmanager
-def _account(run: _Run) -> Iterator[None]:
+def _account(run: Run) -> Iterator[None]:
     """Say at the end, whatever it is, where every planned sample and token went."""
     try:
         yield
@@ -225,7 +261,7 @@ def _account(run: _Run) -> Iterator[None]:
         )
 
 
-def _gate(run: _Run) -> Budget:
+def _gate(run: Run) -> Budget:
     """Ask before the engine opens whether all of it fits, as ``make budget`` does."""
     need, folder = Need.of(run.plan), run.spool.folder
     done = Done(num_shards=len(run.done), num_bytes=sum(entry.size_bytes for entry in run.entries))
@@ -243,136 +279,39 @@ def _gate(run: _Run) -> Budget:
     return check_fits(dataclasses.replace(found, reclaim=run.limits.reclaim()), others(folder))
 
 
-def _capture_shards(run: _Run, watch: Watch) -> None:
-    progress = console.Progress("extract", run.plan.num_tokens, sum(entry.num_tokens for entry in run.entries))
-    run.failed = [sample for shard in run.done.values() for sample in shard.failed]
+def _capture_shards(run: Run, watch: Watch, executor: Executor) -> None:
     start_s = time.perf_counter()
     try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.closing(run.engine))
-            run.engine.announce([run.tokens[sample.sample_id] for shard in run.left for sample in shard.samples])
-            run.engine.open()
-            if run.probe is not None:
-                run.probe(run.engine)
-            run.calibration = run.calibration or calibrate(run.plan, run.tokens, run.engine, run.spool, run.head)
-            encoder = stack.enter_context(Encoder(make_codec(run.plan.capture.codec, _scales(run))))
-            checks = stack.enter_context(Checks(len(run.plan.capture.boundaries), run.plan.hidden_size))
-            num_writers = _num_writers()
-            writer = stack.enter_context(ThreadPoolExecutor(num_writers, "shard-writer"))
-            for planned in run.left:
-                assembly = _capture_shard(run, planned, encoder, checks, watch, progress)
-                _wait(run, num_writers - 1)
-                watch.hand_over(planned)
-                run.pending.append(writer.submit(_store, run, planned.path, assembly, watch))
-            _wait(run)
+        executor(run, watch)
     finally:
-        for stored in run.pending:  # after an error; the writers have ended
-            if not stored.cancelled() and stored.exception() is None:
-                run.done[stored.result().path] = stored.result()
         run.work_s = time.perf_counter() - start_s
-        progress.close()
+        run.progress.close()
 
 
-def _scales(run: _Run) -> torch.Tensor | None:
-    return run.calibration.scales_ND if run.calibration else None
-
-
-def _num_writers() -> int:
-    """One for every three cores, six at most: each hashes 0.5 GB/s and then waits for its file to be on the disk."""
-    return config.knob("EYAS_WRITE_THREADS", min(MAX_WRITERS, max(1, config.cores() // CORES_PER_WRITER)))
-
-
-def _look(run: _Run, planned: PlannedShard, watch: Watch) -> None:
-    """Stop before a batch when a writer failed, or when what is in flight would touch the reserve."""
-    while any(stored.done() for stored in run.pending) or (run.pending and not watch.has_room(planned)):
-        # What is with the writers is expected to take so much; once it lies there, it is known.
-        _wait(run, len(run.pending) - 1)
-    watch.check(planned)
-
-
-def _wait(run: _Run, num_left: int = 0) -> None:
-    """Wait until no more than so many shards are being written; an error of one becomes ours."""
-    while len(run.pending) > num_left:
-        stored = next((s for s in run.pending if s.done()), run.pending[0])
-        finished = stored.result()
-        run.pending.remove(stored)
-        run.done[finished.path] = finished
-
-
-def _store(run: _Run, path: str, assembly: ShardAssembly, watch: Watch) -> FinishedShard:
-    finished = assembly.write(run.spool.states, functools.partial(watch.write, path))
-    with run.journal:
-        run.spool.append(finished)
-    watch.written(path)
-    return finished
-
-
-def _capture_shard(
-    run: _Run, planned: PlannedShard, encoder: Encoder, checks: Checks, watch: Watch, progress: console.Progress
-) -> ShardAssembly:
-    assembly = ShardAssembly(planned, run.plan.capture, run.plan.hidden_size, run.tokens, encoder, _scales(run))
-    for batch in planned.batches:
-        _look(run, planned, watch)
-        samples = [run.tokens[sample.sample_id] for sample in batch]
-        reasons = _collect(run, samples, assembly, checks)
-        for sample in (s for s in samples if s.sample_id in reasons):
-            console.log(f"extract: once more, alone: {reasons[sample.sample_id]}")
-            again = _collect(run, [sample], assembly, checks)
-            if again:
-                assembly.fail(sample.sample_id, again[sample.sample_id])
-        _check_failures(run, assembly)
-        lost = {sample.sample_id for sample in assembly.failed}
-        num_tokens = sum(sample.num_tokens for sample in batch if sample.sample_id not in lost)
-        run.num_tokens += num_tokens
-        progress.advance(num_tokens, _note(run))
-    run.failed += assembly.failed
-    return assembly
-
-
-def _note(run: _Run) -> str:
-    entries, plan = run.entries, run.plan
-    written = sum(entry.size_bytes for entry in entries)
-    payload = payload_bytes(sum(entry.num_tokens for entry in entries), plan.hidden_size, plan.num_streams)
-    ratio = f" ({written / payload:.2f} of bf16)" if payload else ""
-    free = console.human_bytes(fs.free_bytes(run.spool.folder))
-    return f"{console.human_bytes(written)} written{ratio}, {free} free"
-
-
-def _collect(run: _Run, samples: Sequence[TokenSample], assembly: ShardAssembly, checks: Checks) -> dict[str, str]:
-    """Capture samples into the assembly; the reason for each that did not get there."""
-    wanted = {sample.sample_id: sample for sample in samples}
-    reasons: dict[str, str] = {}
-    general = "the engine ended without its states"
-
-    try:
-        for captured, problem in checks.of(run.engine.capture(samples), wanted):
-            if captured.sample_id not in wanted:
-                general = f"the engine answered with sample {captured.sample_id}, which was not asked for"
-                break
-            if problem:
-                reasons[captured.sample_id] = problem
-            else:
-                assembly.add(captured.sample_id, captured.input_ids_T, captured.aux_TAD, captured.last_TD)
-    except CaptureError as error:
-        general = error.message
-    missing = set(assembly.missing)
-    said = {
-        s: general if general.startswith(f"sample {s}:") else f"sample {s}: {general}" for s in missing & set(wanted)
-    }
-    return {s: reasons.get(s, said[s]) for s in wanted if s in missing}
-
-
-def _check_failures(run: _Run, assembly: ShardAssembly) -> None:
-    failed, limit = [*run.failed, *assembly.failed], run.limits.max_failed_samples
-    if len(failed) > limit:
-        listed = "\n".join(f"  {sample.reason}" for sample in failed[:20])
-        raise CaptureError(
-            f"{len(failed):,} samples failed, extract.max_failed_samples allows {limit:,}:\n{listed}",
-            "raise extract.max_failed_samples in params.yaml to go on without them; finished shards are kept",
+def here(run: Run, watch: Watch) -> None:
+    """Make the shards in this process, with its own engine."""
+    with contextlib.closing(run.engine) as engine:
+        engine.announce([run.tokens[sample.sample_id] for shard in run.left for sample in shard.samples])
+        engine.open()
+        if run.probe is not None:
+            run.probe(engine)
+        run.calibrate(engine)
+        pipeline = Pipeline(
+            run.plan.capture,
+            run.plan.hidden_size,
+            engine,
+            run.spool.states,
+            watch,
+            Told(captured=run.captured, stored=run.finish),
+            scales_ND=run.scales_ND,
+            failed=run.failed,
+            max_failed_samples=run.limits.max_failed_samples,
         )
+        with pipeline:
+            pipeline.run([(planned, run.tokens) for planned in run.left])
 
 
-def _manifest(run: _Run, facts: EngineFacts) -> ShardManifest:
+def _manifest(run: Run, facts: EngineFacts) -> ShardManifest:
     finished = [run.done[shard.path] for shard in run.plan.shards]
     entries = tuple(shard.entry for shard in finished if shard.entry is not None)
     failed = tuple(sample for shard in finished for sample in shard.failed)

@@ -24,6 +24,8 @@ def make_engine(
     options: Mapping[str, Any] | None = None,
     device: str = "cpu",
     trust_remote_code: bool = False,
+    longest_tokens: int = 0,
+    label: str = "",
 ) -> Engine:
     """An engine that is not yet open.
 
@@ -37,6 +39,8 @@ def make_engine(
         options: Engine options that touch numerics.
         device: Where the target runs.
         trust_remote_code: Let transformers run the repository's own model code.
+        longest_tokens: Of all that may be asked for, when it is announced bit by bit.
+        label: Begins the names of a server's logs, where several engines run in one folder.
 
     Raises:
         ConfigError: The engine or one of its options is unknown.
@@ -65,7 +69,7 @@ def make_engine(
 
     _refuse_unknown(name, chosen, OPTIONS)
     chosen = chosen if boundaries else {"max_running_requests": batch_size} | chosen
-    return SglangEngine(target, folder, boundaries, **runs_as, **chosen)
+    return SglangEngine(target, folder, boundaries, longest_tokens=longest_tokens, label=label, **runs_as, **chosen)
 
 
 def _refuse_unknown(name: str, options: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -135,11 +135,16 @@ def adopted_facts(meta: Mapping[str, Any]) -> Facts:
 
 def param_facts(params: Mapping[str, Any]) -> Facts:
     """Facts that ``dvc.lock`` notes of the stage that made it, for when its manifest is gone."""
-    extract, target = params.get("extract"), params.get("target")
-    extract = extract if isinstance(extract, dict) else {}
+    target = params.get("target")
+
+    def of_extract(key: str) -> str:
+        """Noted by itself, or in its section as earlier pipelines have it."""
+        section = params.get("extract")
+        return str(params.get(f"extract.{key}") or (section.get(key) if isinstance(section, dict) else "") or "")
+
     return Facts(
-        engine=str(extract.get("engine") or ""),
-        codec=str(extract.get("codec") or ""),
+        engine=of_extract("engine"),
+        codec=of_extract("codec"),
         target=str(target.get("name") or "") if isinstance(target, dict) else "",
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.config import PARAMS_PATH
-from eyas.plan.cache import locked_stage, read_yaml
+from eyas.plan.cache import at_key, locked_stage, read_yaml
 
 ABSENT = "absent"
 
@@ -31,16 +31,10 @@ def changed(root: Path) -> list[Changed]:
     for stage in locked:
         entry = locked_stage(root, str(stage)).get("params")
         for section, before in (entry or {}).get(str(PARAMS_PATH), {}).items():
-            old, new = dict(_flat(section, before)), dict(_flat(section, _at(now, section)))
+            old, new = dict(_flat(section, before)), dict(_flat(section, at_key(now, section, ABSENT)))
             keys = [key for key in {**old, **new} if old.get(key, ABSENT) != new.get(key, ABSENT)]
             found += [Changed(str(stage), key, _shown(old, key), _shown(new, key)) for key in sorted(keys)]
     return found
-
-
-def _at(values: Any, key: str) -> Any:
-    for part in key.split("."):
-        values = values.get(part, ABSENT) if isinstance(values, Mapping) else ABSENT
-    return values
 
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -56,26 +56,30 @@ def examine(root: Path) -> list[Finding]:
         _repository(root),
         _program("make", "--version", "apt-get install make"),
         _dvc(root),
-        *_sglang(root),
+        *_asked_for(root),
     ]
 
 
-def _sglang(root: Path) -> list[Finding]:
-    """What a capture or answers by SGLang need, where the parameters ask for it."""
+def _asked_for(root: Path) -> list[Finding]:
+    """What SGLang and Ray need, where the parameters ask for them."""
     if not (root / PARAMS_PATH).is_file():
         return []
     try:
         params = load(root / PARAMS_PATH)
     except ConfigError as error:
         return [Finding(str(PARAMS_PATH), "problem", error.message, error.hint or "")]
-    if "sglang" not in (params.extract.engine, params.respond.engine if params.respond.enabled else ""):
-        return []
-    from eyas.engines.sglang.preflight import findings
+    rows: list[tuple[str, str, str, str]] = []
+    if "sglang" in (params.extract.engine, params.respond.engine if params.respond.enabled else ""):
+        from eyas.engines.sglang import preflight
 
-    tp_size = int(params.extract.engine_options.get("tp_size", 1))
+        tp_size = int(params.extract.engine_options.get("tp_size", 1))
+        rows += preflight.findings(params.target.device, tp_size)
+    if params.extract.executor == "ray":
+        from eyas.engines.ray import cluster
+
+        rows += cluster.findings()
     return [
-        Finding(name, "problem" if state == "problem" else "found", value, hint)
-        for name, state, value, hint in findings(params.target.device, tp_size)
+        Finding(name, "problem" if state == "problem" else "found", value, hint) for name, state, value, hint in rows
     ]
 
 

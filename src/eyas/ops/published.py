@@ -17,7 +17,7 @@ from typing import Any
 from eyas import fs
 from eyas.canonical import digest
 from eyas.errors import StoreError
-from eyas.plan.cache import hashes, locked_stage, object_finder, read_yaml
+from eyas.plan.cache import at_key, hashes, locked_stage, object_finder, read_yaml
 from eyas.shards.handover import HOME, StoredFile, dir_md5, not_cached, stored_files
 
 STATES, MANIFEST, PLAN = "data/hidden_states", "data/hidden_states.json", "data/plan.json"
@@ -158,7 +158,7 @@ def _stage_is_current(root: Path) -> bool:
         and set(deps) == set(spec["deps"])
         and all(md5 and md5 == known.get(path) for path, md5 in deps.items())
         and set(hashes(entry, "outs")) == set(spec["outs"]) == set(OUTS)
-        and entry.get("params") == {"params.yaml": {name: params.get(name) for name in spec["params"]}}
+        and entry.get("params") == {"params.yaml": {name: at_key(params, name) for name in spec["params"]}}
     )
 
 

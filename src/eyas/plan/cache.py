@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import configparser
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise StoreError(f"{path} holds {type(value).__name__}, expected a mapping", f"git checkout {path}")
     return value
+
+
+def at_key(values: Any, key: str, absent: Any = None) -> Any:
+    """The value at a dotted key, as DVC reads it; ``absent`` when there is none."""
+    for part in key.split("."):
+        if not isinstance(values, Mapping) or part not in values:
+            return absent
+        values = values[part]
+    return values
 
 
 def locked_stage(root: Path, name: str) -> dict[str, Any]:

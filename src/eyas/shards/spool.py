@@ -40,6 +40,8 @@ class Spool:
         self.capture, self.identity = capture, capture.digest
         self.folder = Path(home) / SPOOL / self.identity
         self.states = self.folder / "states"
+        self.incoming = self.folder / "incoming"
+        """What workers of a cluster write; nothing of it counts before the driver moves it."""
         self._journal = self.folder / "journal.jsonl"
         self._manifest = self.folder / "manifest.json"
 
@@ -51,6 +53,7 @@ class Spool:
         """
         with fs.disk_errors(self.folder):
             self.states.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.incoming, ignore_errors=True)
         (self.folder / RETIRED_MARK).unlink(missing_ok=True)
         identity_path = self.folder / "identity.json"
         if not identity_path.exists():

@@ -11,7 +11,7 @@ from eyas.config import Params
 from eyas.config.images import check_image
 from eyas.contracts import CapturePlan, TargetIdentity, TokenSample
 from eyas.engines.base import Engine
-from eyas.engines.loop import ExtractLimits, Probe, extract
+from eyas.engines.loop import Executor, ExtractLimits, Probe, extract
 from eyas.engines.registry import make_engine
 from eyas.engines.summary import extract_table
 from eyas.errors import PlanError
@@ -49,7 +49,17 @@ def main(argv: Sequence[str]) -> None:
         engine = _engine(params, target, plan)
         head = None if params.extract.engine == "fake" else lambda: read_ends(ensure(target, params.target)).head_VD
         probe = _probe(params, target, plan, tokens)
-        result = extract(plan, tokens, engine, limits, out=out, manifest_path=manifest_path, head=head, probe=probe)
+        result = extract(
+            plan,
+            tokens,
+            engine,
+            limits,
+            out=out,
+            manifest_path=manifest_path,
+            head=head,
+            probe=probe,
+            executor=_executor(params, target, plan, tokens),
+        )
         hand_over(Path.cwd(), result.manifest, out, manifest_path)
         run.num_tokens, run.work_s = result.num_tokens, result.work_s
         run.facts = {"identity": plan.identity, "num_resumed_shards": result.num_resumed_shards, "budget": before}
@@ -127,6 +137,32 @@ def _engine(params: Params, target: TargetIdentity, plan: CapturePlan) -> Engine
         device=params.target.device,
         options=params.extract.engine_options,
         trust_remote_code=params.target.trust_remote_code,
+    )
+
+
+def _executor(
+    params: Params, target: TargetIdentity, plan: CapturePlan, tokens: Mapping[str, TokenSample]
+) -> Executor | None:
+    """Workers of a Ray cluster when ``extract.executor`` says so; None for this process."""
+    if params.extract.executor == "local":
+        return None
+    from eyas.engines.check_start import probe_samples
+    from eyas.engines.ray.driver import RayExecutor
+    from eyas.engines.ray.spec import EngineSpec
+
+    engine = params.extract.engine
+    return RayExecutor(
+        EngineSpec(
+            name=engine,
+            target=target,
+            folder=None if engine == "fake" else ensure(target, params.target).resolve(),
+            boundaries=plan.capture.boundaries,
+            dtype=params.target.dtype,
+            device=params.target.device,
+            options=dict(params.extract.engine_options),
+            trust_remote_code=params.target.trust_remote_code,
+            probe=tuple(probe_samples(plan, tokens)) if engine in SERVER_ENGINES else (),
+        )
     )
 
 

@@ -46,6 +46,8 @@ class SglangEngine:
         dtype: Dtype of the weights while running.
         device: ``cpu`` or ``cuda``.
         trust_remote_code: Let the server run the repository's own model code.
+        longest_tokens: Of all that may be asked for, when it is announced bit by bit; 0: the announcement tells.
+        label: Begins the names of its logs.
         options: See ``OPTIONS``; ``max_running_requests: 1`` is the deterministic setting.
     """
 
@@ -58,6 +60,8 @@ class SglangEngine:
         dtype: str,
         device: str = "cpu",
         trust_remote_code: bool = False,
+        longest_tokens: int = 0,
+        label: str = "",
         **options: Any,
     ) -> None:
         self._wanted = Wanted(
@@ -69,7 +73,9 @@ class SglangEngine:
             version=sglang_versions()["sglang"],
             options=options,
             trust_remote_code=trust_remote_code,
+            label=label,
         )
+        self._longest_tokens = longest_tokens
         self.keeper = Keeper(self._wanted)
         self._flight = Flight(self._wanted.layout)
         self._takers: ThreadPoolExecutor | None = None
@@ -77,8 +83,11 @@ class SglangEngine:
     def announce(self, samples: Sequence[TokenSample]) -> None:
         """What will be asked for, in this order: sizes the arena, and is sent ahead."""
         layout = self._wanted.layout
-        self.keeper.longest = max((len(sample.input_ids) for sample in samples), default=0)
-        self.keeper.total_bytes = sum(layout.slot_bytes(len(sample.input_ids)) for sample in samples)
+        if self._longest_tokens:  # the first announcement is not all of it
+            self.keeper.longest = self._longest_tokens
+        else:
+            self.keeper.longest = max((len(sample.input_ids) for sample in samples), default=0)
+            self.keeper.total_bytes = sum(layout.slot_bytes(len(sample.input_ids)) for sample in samples)
         self._flight.announce(samples)
 
     def open(self) -> None:

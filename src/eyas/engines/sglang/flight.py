@@ -98,8 +98,10 @@ class Flight:
         self.ahead = {**early, **self.ahead}
 
     def announce(self, samples: Sequence[TokenSample]) -> None:
-        """These will be asked for, in this order."""
-        self.ahead = {sample.sample_id: sample for sample in samples}
+        """These will be asked for, in this order, after those that were announced before."""
+        flying = {attempt.sample.sample_id for attempt in self.under_way.values() if attempt.sample is not None}
+        known = flying | self.finished.keys() | self.asked
+        self.ahead |= {sample.sample_id: sample for sample in samples if sample.sample_id not in known}
 
     def ask(self, samples: Sequence[TokenSample]) -> None:
         """These are wanted now."""

@@ -31,6 +31,8 @@ class Wanted:
     """Of sglang."""
     options: dict[str, str | int]
     trust_remote_code: bool = False
+    label: str = ""
+    """Begins the names of its logs, where several engines run in one folder."""
     drafting: tuple[str, ...] = ()
     """``versions.drafting_arguments`` of a server that drafts; such a one captures nothing."""
 

@@ -141,6 +141,21 @@ def free_port() -> int:
     )
 
 
+def reserve(port: int) -> socket.socket | None:
+    """Keep a port from other servers of eyas: one that was just chosen is listened on only a minute later.
+
+    Gives what holds it, until that is closed or this process ends; None when another one holds it. A name in Linux'
+    abstract namespace: one per network namespace, as ports are.
+    """
+    held = socket.socket(socket.AF_UNIX)
+    try:
+        held.bind(f"\0eyas-sglang-port-{port}")
+    except OSError:
+        held.close()
+        return None
+    return held
+
+
 class PluginFolder:
     """A folder for PYTHONPATH by which any interpreter has eyas and its plugin, without an installation.
 

@@ -23,7 +23,7 @@ from eyas.engines.sglang.arena import Arena, arena_bytes, free_shm_bytes
 from eyas.engines.sglang.client import Client, Reply, is_url
 from eyas.engines.sglang.collector import Closed, Link, Pulse
 from eyas.engines.sglang.launch import URL_VARIABLE, Wanted, command, environment, key_arguments
-from eyas.engines.sglang.server import LOGS, PluginFolder, Server, free_port
+from eyas.engines.sglang.server import LOGS, PluginFolder, Server, free_port, reserve
 from eyas.errors import ServerError
 from eyas.plan.interpreter import sglang_python
 
@@ -104,10 +104,13 @@ class Session:
         capability = preflight.check_machine(wanted.device, int(wanted.options.get("tp_size", 1)))
         folder = PluginFolder()
         self._stack.callback(folder.close)
-        port, key, socket_path = free_port(), secrets.token_hex(16), folder.path / "capture.sock"
+        key, socket_path, port = secrets.token_hex(16), folder.path / "capture.sock", free_port()
+        while (held := reserve(port)) is None:
+            port = free_port()
+        self._stack.callback(held.close)
         arguments = [*command(wanted, python, port, self.longest, capability), *key_arguments(key, folder.path)]
         variables = os.environ | environment(wanted, folder.path, socket_path)
-        self.server = Server(arguments, variables, LOGS / f"server-{self.num_log}.log")
+        self.server = Server(arguments, variables, LOGS / f"{wanted.label}server-{self.num_log}.log")
         console.log(f"sglang: {wanted.version} starts (process {self.server.pid}), log {self.server.log}")
         return f"http://127.0.0.1:{port}", key, socket_path
 

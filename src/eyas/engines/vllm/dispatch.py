@@ -66,7 +66,7 @@ class Dispatcher:
         self.worker: Worker | None = None
         self.budget_bytes = 0
         self._wanted: deque[Job] = deque()
-        self._ahead: Iterator[Job] = iter(())
+        self._ahead: deque[Iterator[Job]] = deque()
         self._next_ahead: Job | None = None
         self._asked: set[str] = set()
         self._flying: dict[str, Flight] = {}
@@ -82,9 +82,15 @@ class Dispatcher:
         self._asked |= {job.key for job in jobs}
         self._wanted = deque(jobs)
 
-    def announce(self, jobs: Iterable[Job]) -> None:
-        """Jobs that will be wanted, in order; they are worked at as far as there is room, and made only then."""
-        self._ahead, self._next_ahead, self._asked = iter(jobs), None, set()
+    def announce(self, jobs: Iterable[Job], keys: Iterable[str]) -> None:
+        """Further jobs that will be wanted, in order; they are worked at as far as there is room, and made only then.
+
+        Args:
+            jobs: To be.
+            keys: Theirs.
+        """
+        self._ahead.append(iter(jobs))
+        self._asked -= set(keys)
 
     def _known(self) -> set[str]:
         return {flight.job.key for flight in self._flying.values()} | self._landed.keys() | self._failed.keys()
@@ -164,9 +170,12 @@ class Dispatcher:
     def _look_ahead(self) -> Job | None:
         known = self._known()
         while self._next_ahead is None or self._next_ahead.key in known or self._next_ahead.key in self._asked:
-            self._next_ahead = next(self._ahead, None)
-            if self._next_ahead is None:
+            if not self._ahead:
+                self._next_ahead = None
                 return None
+            self._next_ahead = next(self._ahead[0], None)
+            if self._next_ahead is None:
+                self._ahead.popleft()
         return self._next_ahead
 
     def _fits(self, job: Job, share: float) -> bool:

@@ -123,7 +123,9 @@ class VllmEngine:
 
     def _work_ahead(self) -> None:
         self._make_room(sample for sample in self._announced if len(sample.input_ids) < self._context)
-        self._running().announce(self._job(sample) for sample in self._announced if self._reason(sample) is None)
+        announced = self._announced
+        jobs = (self._job(sample) for sample in announced if self._reason(sample) is None)
+        self._running().announce(jobs, [sample.sample_id for sample in announced])
 
     def capture(self, batch: Sequence[TokenSample]) -> Iterator[CapturedSample]:
         """States of every sample of a batch, each as soon as it is whole.

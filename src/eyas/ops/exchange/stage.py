@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas import fs
+from eyas.config import tracked_extract_keys
 from eyas.contracts import FinalHidden
 from eyas.errors import StoreError
 from eyas.generations.trees import ADOPTED, IMPORTS
@@ -81,7 +82,7 @@ def import_stage(layout: str, source: str, name: str, options: ImportOptions, ge
         "wdir": "../..",
         **({"meta": {"eyas": {"generation": generation}}} if is_tracked else {"frozen": True}),
         "deps": [TARGET, *([source] if is_tracked else [])],
-        "params": ["target", "data.held_out_share", "extract"],
+        "params": ["target", "data.held_out_share", *tracked_extract_keys()],
         "outs": [
             f"{to}/tokens",
             f"{to}/hidden_states",

@@ -1,0 +1,93 @@
+"""What driver and workers say to each other. Plain records: a worker's process may be on another machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eyas.contracts import CaptureIdentity, EngineFacts, TargetIdentity, TokenSample
+from eyas.shards.writer import FinishedShard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """Which engine a worker hosts, as ``make_engine`` takes it."""
+
+    name: str
+    target: TargetIdentity
+    folder: Path | None
+    """The target's files, under the same path on every node."""
+    boundaries: tuple[int, ...]
+    dtype: str
+    device: str
+    options: dict[str, Any]
+    trust_remote_code: bool = False
+    probe: tuple[TokenSample, ...] = ()
+    """Captured and judged before anything is captured for keeps; empty for engines that need it not."""
+
+    @property
+    def num_gpus(self) -> int:
+        """Devices of one engine."""
+        if self.device == "cpu":
+            return 0
+        return int(self.options.get("tp_size", self.options.get("tensor_parallel_size", 1)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """All that a worker is told when it starts."""
+
+    name: str
+    engine: EngineSpec
+    capture: CaptureIdentity
+    hidden_size: int
+    longest_tokens: int
+    root: Path
+    """The driver's working folder; a worker that has it works there."""
+    incoming: Path
+    """Of this worker alone, on the volume that driver and workers share."""
+    proof: str
+    """Content of ``incoming / PROOF``: the worker sees the driver's volume."""
+    reserve_bytes: int
+    payload_ratio: float
+    """Expected bytes of a shard by its payload."""
+    max_failed_samples: int
+    environment: dict[str, str]
+
+
+PROOF = "volume"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A worker whose engine is open."""
+
+    host: str
+    pid: int
+    kernel: str
+    """Names the running kernel: two that share it share their page cache."""
+    is_copying: bool
+    """Shards are written on the node's own disk first."""
+    devices: str
+    facts: EngineFacts
+    start_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What happened with a worker since it was asked before."""
+
+    ready: Ready | None = None
+    begun: tuple[str, ...] = ()
+    finished: tuple[FinishedShard, ...] = ()
+    num_tokens: int = 0
+    error: Exception | None = None
+    """It ended by this; nothing more comes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A worker whose process or node is gone, or that does not answer."""
+
+    reason: str

@@ -1,0 +1,249 @@
+"""The driver of a cluster and its workers, as threads here: the same bytes as a run without one, whatever happens."""
+
+import dataclasses
+import sys
+
+import pytest
+from extract_cases import Case, fake_engine
+from ray_threads import ThreadCluster, fake_spec, flip
+
+from eyas import fs
+from eyas.contracts import EngineFacts, ShardManifest
+from eyas.engines.loop import ExtractLimits, extract
+from eyas.engines.ray import cluster as adapter
+from eyas.engines.ray import driver
+from eyas.engines.ray.driver import RayExecutor
+from eyas.errors import CaptureError, ConfigError, DiskError, EyasError, ServerError, StoreError
+from eyas.shards.spool import Spool
+
+
+@pytest.fixture
+def on_threads(monkeypatch):
+    """Clusters of threads; gives those that were made."""
+    made: list[ThreadCluster] = []
+
+    class Noted(ThreadCluster):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(driver, "Cluster", Noted)
+    Noted.made = made
+    return Noted
+
+
+def run_on(case: Case, *, max_failed: int = 0, **changes):
+    executor = RayExecutor(fake_spec(**changes))
+    limits = ExtractLimits(max_failed_samples=max_failed, reserve_bytes=0)
+    places = {"out": case.out, "manifest_path": case.manifest_path, "home": case.home}
+    result = extract(case.plan, case.tokens, fake_engine(), limits, **places, executor=executor)
+    return result, executor
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
+def test_bytes_are_those_of_a_run_here(case, unbroken, on_threads, num_workers):
+    on_threads.num_places = num_workers
+    result, executor = run_on(case)
+    assert case.hashes() == unbroken
+    assert len(on_threads.made[0].specs) == num_workers
+    assert len(executor.finishes) == len(case.plan.shards)
+    assert result.num_tokens == case.plan.num_tokens
+    assert not case.spool.exists()
+
+
+def test_the_number_of_workers_is_a_knob(case, unbroken, on_threads, monkeypatch):
+    monkeypatch.setenv("EYAS_RAY_WORKERS", "3")
+    run_on(case)
+    assert len(on_threads.made[0].specs) == 3
+    assert case.hashes() == unbroken
+    monkeypatch.setenv("EYAS_RAY_WORKERS", "none")
+    with pytest.raises(ConfigError, match="EYAS_RAY_WORKERS"):
+        run_on(Case(case.root / "other"))
+
+
+def test_shards_of_lost_workers_are_made_by_others(case, unbroken, on_threads):
+    struck = []
+
+    def strike(cluster, name, planned):
+        is_struck = len(cluster.given) in (2, 5, 9)
+        struck.extend([planned.path] * is_struck)
+        return is_struck
+
+    on_threads.strike = staticmethod(lambda *a: strike(on_threads.made[0], *a))
+    _, executor = run_on(case)
+    assert case.hashes() == unbroken
+    assert executor.num_lost_workers == len(struck) == 3
+
+
+def test_a_shard_that_ends_every_worker_is_named_and_the_same_command_goes_on(case, unbroken, on_threads):
+    poison = case.plan.shards[3].path
+    on_threads.strike = staticmethod(lambda name, planned: planned.path == poison)
+    with pytest.raises(CaptureError, match=poison) as caught:
+        run_on(case)
+    assert caught.value.message.count("killed by the test") == 4
+    journaled = Spool(case.home, case.plan.capture).journal()
+    assert journaled
+    assert poison not in journaled
+    assert not (case.spool / "incoming").exists()
+    result = case.extract()  # without a cluster
+    assert result.num_resumed_shards == len(journaled)
+    assert case.hashes() == unbroken
+
+
+def test_a_run_that_was_begun_here_goes_on_with_workers(case, unbroken, on_threads):
+    on_threads.strike = staticmethod(lambda name, planned: planned.path == case.plan.shards[5].path)
+    with pytest.raises(CaptureError):
+        run_on(case)
+    (case.spool / "incoming/w9-000000/000").mkdir(parents=True)
+    (case.spool / "incoming/w9-000000/000/shard-00007.safetensors").write_bytes(b"left by a driver that was killed")
+    on_threads.strike = None
+    result, executor = run_on(case)
+    assert 0 < result.num_resumed_shards == len(case.plan.shards) - len(executor.finishes)
+    assert case.hashes() == unbroken
+
+
+def test_failed_samples_are_listed_as_in_a_run_here(tmp_path, on_threads):
+    here, there = Case(tmp_path / "here"), Case(tmp_path / "there")
+    bad = dict(list(here.tokens.items())[::9])
+    for case in (here, there):
+        case.tokens |= {
+            name: dataclasses.replace(s, input_ids=(5000, *s.input_ids[1:])) for name, s in bad.items()
+        }  # outside the vocab of 1000
+    here.extract(max_failed=len(bad))
+    run_on(there, max_failed=len(bad))
+    manifest = fs.read_record(ShardManifest, there.manifest_path)
+    assert {sample.sample_id for sample in manifest.failed} == bad.keys()
+    assert there.hashes() == here.hashes()
+    with pytest.raises(CaptureError, match=r"extract\.max_failed_samples allows 1"):
+        run_on(Case.at(there, tmp_path / "again"), max_failed=1)
+
+
+@pytest.mark.parametrize("is_far", [True, False])
+def test_a_shard_that_is_damaged_on_the_way_is_made_again(case, unbroken, on_threads, is_far):
+    """From another machine every byte is looked at; from this one, whose memory wrote it, size and header are."""
+    damaged = []
+
+    def edit(name, news):
+        if news.ready is not None and is_far:
+            news = dataclasses.replace(news, ready=dataclasses.replace(news.ready, kernel="another"))
+        for finished in news.finished:
+            path = case.spool / "incoming" / name / finished.path
+            if len(damaged) < 2:
+                damaged.append(finished.path)
+                if is_far:
+                    flip(path)
+                else:
+                    path.write_bytes(path.read_bytes()[:-1])
+        return news
+
+    on_threads.edit = staticmethod(edit)
+    run_on(case)
+    assert len(damaged) == 2
+    assert case.hashes() == unbroken
+
+
+def test_a_node_s_own_disk_comes_first_when_it_is_named(case, unbroken, on_threads, monkeypatch, tmp_path):
+    monkeypatch.setenv("EYAS_RAY_SPOOL", str(tmp_path / "node"))
+    seen = []
+    monkeypatch.setattr(
+        driver, "verify_file", lambda path, entry, identity: seen.append(entry.path) or []
+    )  # a copy is read through
+    run_on(case)
+    assert case.hashes() == unbroken
+    assert sorted(seen) == [shard.path for shard in case.plan.shards]
+    assert not list((tmp_path / "node").iterdir())
+
+
+def test_a_node_with_another_engine_is_refused(case, on_threads):
+    def edit(name, news):
+        if news.ready is None:
+            return news
+        facts = EngineFacts(name="fake", version="2", options={}, deterministic=True)
+        return dataclasses.replace(news, ready=dataclasses.replace(news.ready, host="node-7", facts=facts))
+
+    on_threads.edit = staticmethod(edit)
+    with pytest.raises(StoreError, match="node node-7 has the engine fake 2, the plan was made for fake 1"):
+        run_on(case)
+
+
+def test_a_node_that_does_not_see_the_volume_is_refused(case, on_threads, monkeypatch):
+    hire = on_threads.hire
+
+    def elsewhere(self, spec, gpus):
+        hire(self, dataclasses.replace(spec, incoming=case.root / "not/there"), gpus)
+
+    monkeypatch.setattr(on_threads, "hire", elsewhere)
+    with pytest.raises(StoreError, match="does not see"):
+        run_on(case)
+
+
+def test_an_engine_that_opens_nowhere_ends_the_run_by_its_own_error(case, on_threads, monkeypatch):
+    from eyas.engines.fake import FakeEngine
+
+    def closed(self):
+        raise ServerError("no such device", "look at it")
+
+    monkeypatch.setattr(FakeEngine, "open", closed)
+    with pytest.raises(ServerError, match="no such device"):
+        run_on(case)
+    assert 3 <= len(on_threads.made[0].specs) <= 5
+
+
+def test_the_reserve_is_kept(case, on_threads, monkeypatch):
+    """The volume fills up while workers write."""
+    free = fs.free_bytes(case.root.parent)
+    monkeypatch.setattr(fs, "free_bytes", lambda path: free)
+    executor = RayExecutor(fake_spec())
+    taken = 0
+
+    def edit(name, news):
+        nonlocal taken
+        taken += len(news.finished)
+        if taken >= 3:
+            monkeypatch.setattr(fs, "free_bytes", lambda path: 1000)
+        return news
+
+    on_threads.edit = staticmethod(edit)
+    places = {"out": case.out, "manifest_path": case.manifest_path, "home": case.home}
+    with pytest.raises(DiskError, match=r"extract\.reserve_bytes"):
+        extract(
+            case.plan, case.tokens, fake_engine(), ExtractLimits(reserve_bytes=500, max_failed_samples=0), **places,
+            executor=executor,
+        )  # fmt: skip
+    assert 0 < len(Spool(case.home, case.plan.capture).journal()) < len(case.plan.shards)
+
+
+def test_a_lossy_codec_is_calibrated_by_one_worker_for_all(tmp_path, on_threads):
+    here, there = Case(tmp_path / "here", codec="int8"), Case(tmp_path / "there", codec="int8")
+    here.extract()
+    run_on(there)
+    assert there.hashes() == here.hashes()
+
+
+def test_nobody_has_room(case, on_threads):
+    on_threads.num_places = 0
+    with pytest.raises(ServerError, match="no node of the Ray cluster at this machine has 2 GPUs") as caught:
+        run_on(case, device="cuda", options={"tp_size": 2})
+    assert "EYAS_RAY_WORKERS" in caught.value.hint
+
+
+def test_ray_is_not_installed(case, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ServerError, match=r"extract.executor is ray, and Ray is not installed") as caught:
+        run_on(case)
+    assert "eyas[ray]" in caught.value.hint
+    assert adapter.findings()[0][1] == "problem"
+    assert not case.spool.exists()
+
+
+def test_one_server_for_all_workers_is_refused(monkeypatch):
+    monkeypatch.setenv("EYAS_SGLANG_URL", "http://127.0.0.1:1")
+    with pytest.raises(ServerError, match="EYAS_SGLANG_URL"):
+        RayExecutor(fake_spec())
+
+
+def test_the_lock_is_the_driver_s(case, on_threads):
+    lock = fs.volume_lock(case.home / "extract.lock", "somebody")
+    with lock, pytest.raises(EyasError, match="is locked by somebody"):
+        run_on(case)
+    assert not on_threads.made
