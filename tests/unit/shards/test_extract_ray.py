@@ -146,7 +146,7 @@ def test_a_node_s_own_disk_comes_first_when_it_is_named(case, unbroken, on_threa
     monkeypatch.setenv("EYAS_RAY_SPOOL", str(tmp_path / "node"))
     seen = []
     monkeypatch.setattr(
-        driver, "verify_file", lambda path, entry, identity: seen.append(entry.path) or []
+        driver, "verify_file", lambda path, entry, identity: seen.append(entry.path) or (None, [])
     )  # a copy is read through
     run_on(case)
     assert case.hashes() == unbroken
