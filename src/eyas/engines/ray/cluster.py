@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 ADDRESS_VARIABLES = ("EYAS_RAY_ADDRESS", "RAY_ADDRESS")
 INSTALL = "pip install 'eyas[ray]', in the environment of every node"
-ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
-"""Of a Ray that is started here: nothing is reported to its makers, and no worker is ended because the machine's memory
-runs low; a run without Ray is not ended either."""
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"}
+"""Of a Ray that is started here: nothing is reported to its makers; as without Ray no worker is ended because the machine's
+memory runs low, and none stands behind other programs (Ray's own niceness is 15)."""
 POLL_S = 2.0
 """A worker with nothing to say answers after so long."""
 STOP_S = 20.0

@@ -134,7 +134,11 @@ class _Driver:
             self._cluster.hire(self._spec(f"w{self._num_hired}-{self._nonce}"), self._gpus)
         if not self._ready and now_s - self._noted_s > WAIT_NOTE_S:
             self._noted_s = now_s
-            console.log(f"extract: {len(self._cluster.names)} workers are asked for, none is ready yet")
+            room = self._cluster.places(self._gpus)
+            console.log(
+                f"extract: {len(self._cluster.names)} workers are asked for, none is ready yet; the nodes that are there "
+                f"have room for {room}"
+            )
 
     def _spec(self, name: str) -> WorkerSpec:
         run, folder, proof = self._run, self._incoming / name, secrets.token_hex(8)

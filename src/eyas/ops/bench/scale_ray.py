@@ -17,6 +17,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +42,7 @@ COUNTS = (1, 2, 4)
 HASH_TOKENS, HASH_SHARDS = 6_000, 12
 OVERHEAD_TOKENS, OVERHEAD_SHARDS, OVERHEAD_ROUNDS = 24_000, 8, 2
 KILL_SHAPE = {"num_hidden_layers": 6, "hidden_size": 512, "vocab_size": 1000, "max_position_embeddings": 4096}
-KILL_SAMPLES, KILL_NODES, MOST_KILLS = 240, 2, 3
+KILL_SAMPLES, KILL_NODES, MOST_KILLS, NODE_SHARE = 240, 2, 3, 0.34
 TICK_S = 0.1
 
 
@@ -149,61 +150,49 @@ def _workers(count: int) -> Iterator[None]:
             os.environ[WORKERS_VARIABLE] = before
 
 
-@dataclass(slots=True)
-class _Killer:
-    """Strikes a run from a thread of its own, at random moments while it has something to lose."""
-
-    nodes: Nodes
-    dice: random.Random
-    executor: RayExecutor
-    num_shards: int
-    kinds: list[str] = field(default_factory=list)
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    def work(self) -> None:
-        """Kill when so many shards are finished, up to ``MOST_KILLS`` times."""
-        moments = sorted(self.dice.randrange(self.num_shards) for _ in range(self.dice.randrange(1, MOST_KILLS + 1)))
-        for moment in moments:
-            while len(self.executor.finishes) < moment or not self._alive():
-                if self.ended.wait(0.005):
-                    return
-            time.sleep(self.dice.random() * 0.2)
-            if self.dice.random() < 0.34:
-                self.nodes.kill_one(self.dice)
-                self.kinds.append("node")
-            elif alive := self._alive():
-                os.kill(self.dice.choice(alive), signal.SIGKILL)
-                self.kinds.append("worker")
-
-    def _alive(self) -> list[int]:
-        pids = [ready.pid for _, ready in list(self.executor.workers.values())]
-        return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-
-
-def kills(work: Path, root: Path, num_runs: int, seed: int) -> dict[str, Any]:
-    """Runs with kills; ``lost`` counts those whose bytes are not the undisturbed run's."""
+def kills(work: Path, root: Path, num_runs: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Runs with kills, the figures so far after each; ``lost`` counts those whose bytes are not the undisturbed run's."""
     case = fake_case(fs.read_record(CapturePlan, root / "data/plan.json"))
     expected, dice = case.run(work, None), random.Random(seed)  # noqa: S311 - moments, no secret
     lost, kinds, lost_workers = 0, list[str](), 0
-    with Nodes(KILL_NODES) as nodes:
+    with Nodes(KILL_NODES) as nodes, ThreadPoolExecutor(1) as pool:
         for number in range(num_runs):
             executor = RayExecutor(case.spec)
-            killer = _Killer(nodes, dice, executor, len(case.plan.shards))
-            thread = threading.Thread(target=killer.work, daemon=True)
-            thread.start()
-            found = case.run(work, executor)
-            killer.ended.set()
-            thread.join()
-            kinds += killer.kinds
-            lost += found != expected
-            lost_workers += executor.num_lost_workers
-            console.log(
-                f"scale: run {number + 1} of {num_runs}: {killer.kinds}, {'lost' if found != expected else 'whole'}"
-            )
-    return {
-        "kill_runs": num_runs, "kills": len(kinds), "kill_kinds": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
-        "lost": lost, "lost_workers": lost_workers,
-    }  # fmt: skip
+            # The run in a thread: Ray starts nodes from the main one alone.
+            running = pool.submit(case.run, work, executor)
+            struck = _strike(nodes, dice, executor, running, len(case.plan.shards))
+            is_lost = running.result() != expected
+            kinds, lost, lost_workers = kinds + struck, lost + is_lost, lost_workers + executor.num_lost_workers
+            console.log(f"scale: run {number + 1} of {num_runs}: {struck}, {'lost' if is_lost else 'whole'}")
+            yield {
+                "kill_runs": number + 1, "kills": len(kinds), "lost": lost, "lost_workers": lost_workers,
+                "kill_kinds": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
+            }  # fmt: skip
+
+
+def _strike(
+    nodes: Nodes, dice: random.Random, executor: RayExecutor, running: Future[str], num_shards: int
+) -> list[str]:
+    """Kill workers and nodes at random moments of a run, up to ``MOST_KILLS`` times; gives what was killed."""
+
+    def alive() -> list[int]:
+        pids = [ready.pid for _, ready in list(executor.workers.values())]
+        return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+    struck = []
+    for moment in sorted(dice.randrange(num_shards) for _ in range(dice.randrange(1, MOST_KILLS + 1))):
+        while len(executor.finishes) < moment or not alive():
+            if running.done():
+                return struck
+            time.sleep(0.005)
+        time.sleep(dice.random() * 0.2)
+        if dice.random() < NODE_SHARE:
+            nodes.kill_one(dice)
+            struck.append("node")
+        elif pids := alive():
+            os.kill(dice.choice(pids), signal.SIGKILL)
+            struck.append("worker")
+    return struck
 
 
 @dataclass(slots=True)
