@@ -84,7 +84,7 @@ else
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary experiments doctor verify repair \
 	budget generations retire keep gc-plan gc adopt train-from export-states import-states check-export import-drafter bench-store \
-	bench-gc bench-train bench-train-quality bench-capture bench-faults parity serve-bench check test test-slow test-gpu test-kernels test-sglang \
+	bench-gc bench-train bench-train-quality bench-capture bench-scale bench-faults parity serve-bench check test test-slow test-gpu test-kernels test-sglang \
 	test-vllm setup-sglang setup-vllm lock clean pins image image-check image-push sbom shell
 
 help: ## List the targets
@@ -173,6 +173,8 @@ bench-train-quality: $(READY) ## Tau of our drafter and of other trainers' from 
 	eyas bench train-quality $(JSON_FLAG) $(ARGS)
 bench-capture: $(READY) ## What capturing costs SGLang on this GPU (ARGS='--device cpu': a tiny model); reports/bench/capture.json
 	python -m eyas.ops.bench.capture --work .eyas/bench/capture $(ARGS)
+bench-scale: $(READY) ## Extraction on a Ray cluster of this machine (pip install 'eyas[ray]'): hashes, 50 runs with kills, overhead; reports/bench/scale.json
+	python -m eyas.ops.bench.scale --work .eyas/bench/scale $(ARGS)
 bench-faults: $(READY) ## A real SGLang made to fail in nine ways, every byte compared; ten minutes; reports/bench/faults.json
 	eyas bench faults $(JSON_FLAG)
 parity: $(READY) ## Engines beside transformers in float32: ENGINES=hf,sglang (ARGS='--samples 64' JSON=1); reports/parity.json

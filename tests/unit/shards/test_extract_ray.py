@@ -1,6 +1,7 @@
 """The driver of a cluster and its workers, as threads here: the same bytes as a run without one, whatever happens."""
 
 import dataclasses
+import socket
 import sys
 
 import pytest
@@ -234,6 +235,18 @@ def test_ray_is_not_installed(case, monkeypatch):
     assert "eyas[ray]" in caught.value.hint
     assert adapter.findings()[0][1] == "problem"
     assert not case.spool.exists()
+
+
+def test_a_cluster_that_does_not_answer_is_said_at_once(case, monkeypatch):
+    pytest.importorskip("ray")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # nobody listens
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        monkeypatch.setenv("EYAS_RAY_ADDRESS", address)
+        with pytest.raises(ServerError, match=f"the Ray cluster at {address} is not reached") as caught:
+            run_on(case)
+        assert "ray status" in caught.value.hint
+        assert [row[1] for row in adapter.findings()] == ["found", "problem"]
 
 
 def test_one_server_for_all_workers_is_refused(monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": 
 memory runs low, and none stands behind other programs (Ray's own niceness is 15)."""
 POLL_S = 2.0
 """A worker with nothing to say answers after so long."""
-STOP_S = 20.0
+STOP_S, CONNECT_S = 20.0, 10.0
 STORE_BYTES = 1 << 30
 """Of a Ray of our own: only token ids and a few samples pass through it."""
 
@@ -65,6 +66,7 @@ class Cluster:
         if not self.address:
             settings |= {"include_dashboard": False, "object_store_memory": STORE_BYTES}
         try:
+            _knock(self.address)
             ray.init(address=self.address or "local", **settings)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             reason = str(error).strip().split("\n")[0]
@@ -180,6 +182,17 @@ class Cluster:
 
 def _address() -> str:
     return next(filter(None, map(os.environ.get, ADDRESS_VARIABLES)), "")
+
+
+def _knock(address: str) -> None:
+    """Whether anybody listens there: Ray itself tries for minutes.
+
+    Raises:
+        OSError: Nobody does.
+    """
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
 
 
 def _import_ray() -> Any:
