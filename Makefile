@@ -84,7 +84,7 @@ else
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary experiments doctor verify repair \
 	budget generations retire keep gc-plan gc adopt train-from export-states import-states check-export import-drafter bench-store \
-	bench-gc bench-train bench-train-quality bench-capture bench-scale bench-faults parity serve-bench check test test-slow test-gpu test-kernels test-sglang \
+	bench-gc bench-train bench-train-quality bench-capture bench-ranks bench-scale bench-faults parity serve-bench check test test-slow test-gpu test-kernels test-sglang test-sglang-quick \
 	test-vllm setup-sglang setup-vllm lock clean pins image image-check image-push sbom shell
 
 help: ## List the targets
@@ -175,7 +175,9 @@ bench-capture: $(READY) ## What capturing costs SGLang on this GPU (ARGS='--devi
 	python -m eyas.ops.bench.capture --work .eyas/bench/capture $(ARGS)
 bench-scale: $(READY) ## Extraction on a Ray cluster of this machine (pip install 'eyas[ray]'): hashes, 50 runs with kills, overhead; reports/bench/scale.json
 	python -m eyas.ops.bench.scale --work .eyas/bench/scale $(ARGS)
-bench-faults: $(READY) ## A real SGLang made to fail in nine ways, every byte compared; ten minutes; reports/bench/faults.json
+bench-ranks: $(READY) ## Capture on one GPU and on two, states and speed (ARGS='--device cpu': two cores); reports/bench/ranks.json
+	python -m eyas.ops.bench.ranks --work .eyas/bench/capture $(ARGS)
+bench-faults: $(READY) ## A real SGLang made to fail in ten ways, every byte compared; ten minutes; reports/bench/faults.json
 	eyas bench faults $(JSON_FLAG)
 parity: $(READY) ## Engines beside transformers in float32: ENGINES=hf,sglang (ARGS='--samples 64' JSON=1); reports/parity.json
 	@eyas parity $(JSON_FLAG) $(call option,engines,ENGINES) $(ARGS)
@@ -230,6 +232,8 @@ test: $(READY_DEV) ## Quick tests
 	pytest $(ARGS)
 test-slow: $(READY_DEV) ## The tests of ten seconds and more
 	pytest -m 'slow and not gpu and not server and not sglang and not vllm' $(ARGS)
+test-sglang-quick: $(READY_DEV) $(READY_SGLANG) ## One real SGLang server, killed once: 64 prompts against transformers; minutes with its set-up
+	pytest -m sglang tests/servers/test_sglang_quick.py $(ARGS)
 test-sglang: $(READY_DEV) $(READY_SGLANG) ## Real SGLang servers on this CPU, some minutes; SmolLM2 too once it is fetched
 	pytest -m 'sglang and not slow' tests/servers $(ARGS)
 test-vllm: $(READY_DEV) $(READY_VLLM) ## A real vLLM on this CPU, some minutes; needs SmolLM2: fetched here, or EYAS_TARGETS_DIR

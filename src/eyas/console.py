@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -126,7 +127,16 @@ def style(text: str, code: str) -> str:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn an ``EyasError`` or a fault of the file system into its text and exit code 2, Ctrl-C into 130."""
+    """Turn an ``EyasError`` or a fault of the file system into its text and exit code 2, Ctrl-C into 130, SIGTERM into 143.
+
+    Whoever ends us by SIGTERM (a container that is stopped, a job at its time limit) gets what Ctrl-C gets: servers are
+    ended, locks and memory given back.
+    """
+    is_ours = (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    )
+    if is_ours:
+        signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
     except EyasError as error:
@@ -139,9 +149,16 @@ def user_errors() -> Iterator[None]:
         hint = "`make doctor` shows disk and memory, `ls -ld` owner and mode; then run the same command again"
         log(f"{style('error', '31;1')}: {EyasError(f'{where}{error.strerror}', hint)}")
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         log("interrupted; the same command goes on where this one stopped")
-        raise SystemExit(130) from None
+        raise SystemExit(143 if stop.args == (signal.SIGTERM,) else 130) from None
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _interrupt(number: int, _frame: object) -> None:
+    raise KeyboardInterrupt(number)
 
 
 def run_main(main: Callable[[Sequence[str]], None]) -> None:

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 TESTS_ROOT = ROOT / "tests"
 UNIT = TESTS_ROOT / "unit"
 ROWS = re.findall(r"^\| (\d+)(?:-(\d+))? \| (.+?) \| (.+) \|$", (ROOT / "docs/cases.md").read_text(), re.MULTILINE)
-TESTS = re.findall(r"`([\w/]+\.py)::(\w+)`", " ".join(row[3] for row in ROWS))
+FAULTS = re.findall(r"^\| ([SV]\d+) \| (.+?) \| (.+) \|$", (ROOT / "docs/cases.md").read_text(), re.MULTILINE)
+TESTS = re.findall(r"`([\w/]+\.py)::(\w+)`", " ".join([*(row[3] for row in ROWS), *(row[2] for row in FAULTS)]))
 
 
 def numbers(row: tuple[str, ...]) -> range:
@@ -29,6 +30,17 @@ def functions(path: Path) -> dict[str, str]:
 def test_every_number_has_one_row_with_a_test_or_a_reason() -> None:
     assert [number for row in ROWS for number in numbers(row)] == list(range(1, 91))
     assert [row[0] for row in ROWS if "::" not in row[3] and not re.match(r"later: \w+", row[3])] == []
+
+
+def test_every_fault_that_a_real_server_showed_has_a_test() -> None:
+    """What is named in brackets is a part of that test, or a fault of the bench."""
+    assert [row[0] for row in FAULTS] == [*(f"S{n}" for n in range(1, 14)), *(f"V{n}" for n in range(1, 9))]
+    bench = (ROOT / "src/eyas/ops/bench/faults.py").read_text()
+    for number, _, text in FAULTS:
+        assert "::" in text, number
+        for path, parts in re.findall(r"`(servers/[\w/]+\.py)::\w+` \(([^)]*)\)", text):
+            for part in re.findall(r"\b[a-z_]+_[a-z_]+\b|^\w+$", parts):
+                assert f'"{part}"' in bench or part in (TESTS_ROOT / path).read_text(), (number, part)
 
 
 @pytest.mark.parametrize(("path", "name"), sorted(set(TESTS)))

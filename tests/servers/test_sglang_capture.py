@@ -30,8 +30,8 @@ class Case(NamedTuple):
 CASES = [
     Case("llama", "llama", (2, 3, 5)),
     Case("deepseek", "deepseek_v3", (2, 3, 4)),  # one packed tensor of aux states, ids as they are
-    Case("smollm2", "llama", (2, 15, 27)),
 ]
+"""SmolLM2 is in ``test_sglang_quick.py``."""
 
 
 class Running(NamedTuple):
@@ -56,12 +56,8 @@ def running(
     request: pytest.FixtureRequest, python: Path, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Running]:
     case: Case = request.param
-    if case.model not in models:
-        pytest.skip("no SmolLM2 under .eyas/targets or EYAS_TARGETS_DIR: `make fetch`")
     folder = tmp_path_factory.mktemp(f"server-{case.model}")
-    with server(
-        python, folder, options(models[case.model]), layer_ids(case, 30 if case.model == "smollm2" else 6)
-    ) as up:
+    with server(python, folder, options(models[case.model]), layer_ids(case, 6)) as up:
         yield Running(case, up, models[case.model])
 
 

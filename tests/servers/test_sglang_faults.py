@@ -12,11 +12,13 @@ from eyas.engines.check_start import check_start
 from eyas.engines.sglang import engine as engines
 from eyas.engines.sglang import preflight, session
 from eyas.engines.sglang.engine import SglangEngine
+from eyas.engines.sglang.flight import Flight
 from eyas.errors import ServerError
 from eyas.ops.bench import faults
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 BOUNDARIES = (2, 3, 4)
+WATCHDOG_S = 10
 
 
 @pytest.fixture
@@ -48,7 +50,7 @@ def make(python, models, target, tmp_path, monkeypatch):
 
     def start(**options) -> SglangEngine:
         engine = SglangEngine(target, models["llama"], BOUNDARIES, dtype="bfloat16", **options)
-        engine.keeper.watchdog_s = faults.WATCHDOG_S
+        engine.keeper.watchdog_s = WATCHDOG_S
         opened.append(engine)
         return engine
 
@@ -57,8 +59,8 @@ def make(python, models, target, tmp_path, monkeypatch):
         engine.close()
 
 
-def test_every_fault_ends_in_the_bytes_of_the_undisturbed_run(make, models, target):
-    """Also the start-up probe: transformers and the server agree on this model."""
+def test_every_fault_ends_in_the_bytes_of_the_undisturbed_run(make, models, target, monkeypatch):
+    """Also the start-up probe: transformers and the server agree on this model. One server, started again by each kill."""
     engine = make(max_running_requests=1, chunked_prefill_size=512)
     samples = faults.make_samples(512, 16)
     engine.announce(samples)
@@ -70,25 +72,66 @@ def test_every_fault_ends_in_the_bytes_of_the_undisturbed_run(make, models, targ
     wrong = {name: told for name, told in found.items() if not told["identical"]}
     assert not wrong
     assert found["beyond"]["refused"] == 2
-    for name in ("kill_http", "kill_scheduler", "stop_scheduler"):
+    for name in ("kill_http", "kill_scheduler", "poison", "stop_scheduler"):
         assert found[name]["restarts"] == 1
-        assert found[name]["seconds_to_detect"] < faults.WATCHDOG_S + 10
+        assert found[name]["seconds_to_detect"] < WATCHDOG_S + 10
+    monkeypatch.setattr(Flight, "_unfit", lambda self, sample: "")
+    refused_prompts_leave_no_row(engine, samples, undisturbed)
+    requests_that_the_server_refuses(engine)
 
 
-def test_a_server_with_its_radix_cache_on_is_refused(make, monkeypatch):
-    """Case 43, before the first request."""
+def refused_prompts_leave_no_row(engine, samples, undisturbed):
+    """Past our own checks: too long by a little, a prompt is refused, but one row with id 0 comes under its name."""
+    beyond = [faults._sample(f"beyond-{length}", (30,) * length) for length in (2042, 2047, 2048, 3000)]
+    got, problems = faults._capture(engine, [*samples[:3], *beyond, *samples[3:8]])
+    assert {sample.sample_id for sample in samples[:8]} == got.keys()
+    assert all(faults._equal(got[name], undisturbed[name]) for name in got)
+    for sample in beyond:
+        assert [p for p in problems if p.startswith(f"sample {sample.sample_id}: the server refused it")], problems
+    assert engine.keeper.num_restarts == 4
+
+
+def requests_that_the_server_refuses(engine):
+    """A name that is in flight is this request's own fault; what no server takes would meet every request alike."""
+    sampling = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
+    bodies = [
+        *({"input_ids": [30] * 2000, "rid": "the-same", "sampling_params": sampling} for _ in range(2)),
+        {"input_ids": [], "rid": "empty", "sampling_params": sampling},
+        {"input_ids": ["a"], "rid": "words", "sampling_params": sampling},
+        {"input_ids": [30] * 5, "rid": "no-token", "sampling_params": sampling | {"max_new_tokens": 0}},
+    ]
+    replies = {}
+    for number, body in enumerate(bodies):
+        engine.keeper.session.client.send((1 << 40) + number, body)
+    while len(replies) < len(bodies):
+        assert not engine.keeper.fault(is_busy=True)
+        for event in engine.keeper.next_events():
+            if isinstance(event, session.Answered):
+                replies[event.number - (1 << 40)] = event.reply
+    print(replies)
+    assert sorted(replies[number].kind for number in (0, 1)) == ["done", "refused"]
+    assert [replies[number].kind for number in (2, 3, 4)] == ["unusable", "unusable", "done"]
+
+
+def test_a_server_with_its_radix_cache_on_is_refused(make, target, monkeypatch):
+    """Case 43: refused before the first request; where nobody refuses, no sample is believed."""
     whole = session.command
 
     def without_the_flag(*arguments):
         return [part for part in whole(*arguments) if part != "--disable-radix-cache"]
 
     monkeypatch.setattr(session, "command", without_the_flag)
-    with pytest.raises(ServerError, match="disable_radix_cache = False"):
-        make(max_running_requests=1).open()
-    monkeypatch.setitem(preflight.FLAGS, "disable_radix_cache", ((True, False), ""))
     engine = make(max_running_requests=1)
     samples = faults.make_samples(512, 4)
-    engine.open()
+    with monkeypatch.context() as patch:
+        patch.setitem(preflight.FLAGS, "disable_radix_cache", ((True, False), ""))
+        engine.open()
+    wanted = engine.keeper.wanted
+    expected = preflight.Expected(
+        target=target, boundaries=BOUNDARIES, dtype="bfloat16", version=wanted.version, options=wanted.options
+    )
+    with pytest.raises(ServerError, match="disable_radix_cache = False"):
+        preflight.check_hello(engine.keeper.session.hello, expected)
     got, problems = faults._capture(engine, [*samples, *faults._duplicates(samples)])
     # Each request has a key of its own, so even then nothing is shared.
     assert not problems

@@ -5,10 +5,12 @@ Whatever happened, nobody is left behind, and the same command again gives the b
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from extract_run import BOUNDARIES, LENGTHS, OPTIONS, Run
 from eyas import fs
 from eyas.contracts import ShardManifest, TokenSample
 from eyas.engines.check_start import check_start
-from eyas.engines.sglang import session
+from eyas.engines.sglang import launch, session
 from eyas.engines.sglang.client import Client
 from eyas.engines.sglang.engine import SglangEngine
 from eyas.engines.sglang.server import Server
@@ -46,17 +48,54 @@ def surroundings(python, tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(python, models, tmp_path_factory):
+def running(python, models, tmp_path_factory):
+    """Variables that attach to a server which ``eyas sglang-command`` started, typed into a shell as it stands."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("running")
+        patch.setenv("EYAS_SGLANG_PYTHON", str(python))
+        run = Run(models["llama"], folder)
+    text = launch.attach_command(run.engine.keeper.wanted, str(python), str(folder / "a.sock"), free_port())
+    of_server, _, ours = text.partition("# and then eyas\n")
+    variables = dict(word.split("=", 1) for word in shlex.split(ours) if word.startswith("EYAS_"))
+    with (folder / "log").open("w") as log:
+        server = subprocess.Popen(["bash", "-c", of_server], stdout=log, stderr=log, start_new_session=True)
+    try:
+        client = Client(variables["EYAS_SGLANG_URL"], "", lambda number, reply: None)
+        wait_for(lambda: client.is_healthy() or server.poll() is not None)
+        assert server.poll() is None, (folder / "log").read_text()[-3000:]
+        yield variables
+        assert server.poll() is None, "attaching leaves a server running"
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+@pytest.fixture
+def attach(running, monkeypatch):
+    """What this process runs uses that server."""
+
+    def name_it():
+        for name, value in running.items():
+            monkeypatch.setenv(name, value)
+
+    return name_it
+
+
+@pytest.fixture(scope="module")
+def undisturbed(python, models, running, tmp_path_factory):
     """Every sample of every length, looked at by the probe first."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("undisturbed")
         patch.chdir(folder)
         patch.setenv("EYAS_SGLANG_PYTHON", str(python))
+        for name, value in running.items():
+            patch.setenv(name, value)
         run = Run(models["llama"], folder)
         samples = list(run.tokens.values())[-3:]
         run.extract(
             lambda engine: check_start(engine, samples, run.target, models["llama"], BOUNDARIES, dtype="bfloat16")
         )
+        assert not Path(".eyas/sglang").exists()
     return run
 
 
@@ -93,25 +132,32 @@ def alive(group: int) -> list[str]:
     return [line[2] for line in lines if int(line[0]) == group and "Z" not in line[1]]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_killed_or_interrupted_in_mid_run_nobody_is_left_and_it_goes_on(undisturbed, models, tmp_path, number):
-    """Our own process dies of kill -9, or of Ctrl-C; its server goes with it, and so does the arena."""
+ENDS = {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGTERM))]
+)
+def test_killed_or_interrupted_in_mid_run_nobody_is_left_and_it_goes_on(undisturbed, attach, models, tmp_path, number):
+    """Our own process dies of kill -9, Ctrl-C or SIGTERM; its server goes with it. Of the arena nothing is left to be found.
+
+    A server of our own and the one that is attached to give the same bytes: half of them come from each.
+    """
     run = Run(models["llama"], tmp_path)
     with start(models["llama"], tmp_path) as ours:
         wait_for(lambda: run.num_stored or ours.poll() is not None)
-        arenas = list(Path("/dev/shm").glob(f"eyas-arena-{ours.pid}-*"))
+        assert not list(Path("/dev/shm").glob(f"eyas-arena-{ours.pid}-*"))
         ours.send_signal(number)
         _, said = ours.communicate(timeout=60)
     found = re.search(r"starts \(process (\d+)\)", said)
     assert found, said
-    assert ours.returncode == (-9 if number == signal.SIGKILL else 130), said
+    assert ours.returncode == ENDS[number], said
     wait_for(lambda: not alive(int(found[1])), 20)
-    assert arenas
     assert 0 < run.num_stored < len(run.plan.shards)
     stored = run.num_stored
+    attach()
     assert run.extract() == stored
     assert run.hashes() == undisturbed.hashes()
-    assert not any(arena.exists() for arena in arenas)
 
 
 @pytest.mark.slow
@@ -138,34 +184,27 @@ def test_a_disk_that_falls_to_its_reserve_stops_the_run_and_it_goes_on(undisturb
     assert run.hashes() == undisturbed.hashes()
 
 
-def test_a_server_started_by_the_printed_command_is_attached_to(undisturbed, models, python, tmp_path, monkeypatch):
-    """``eyas sglang-command``, typed into a shell as it stands; the server is left running."""
+def test_a_server_started_by_the_printed_command_is_attached_to(running, attach, models, tmp_path, monkeypatch):
+    """What it was given otherwise than the plan expects is refused, by name; it is left running."""
     run = Run(models["llama"], tmp_path)
-    text = session.attach_command(run.engine.keeper.wanted, str(python), str(tmp_path / "a.sock"), free_port())
-    of_server, _, ours = text.partition("# and then eyas\n")
-    variables = dict(word.split("=", 1) for word in shlex.split(ours) if word.startswith("EYAS_"))
-    with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(["bash", "-c", of_server], stdout=log, stderr=log, start_new_session=True)
-    try:
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        client = Client(variables["EYAS_SGLANG_URL"], "", lambda number, reply: None)
-        wait_for(lambda: client.is_healthy() or server.poll() is not None)
-        assert server.poll() is None, (tmp_path / "log").read_text()[-3000:]
-        assert run.extract() == 0
-        assert run.hashes() == undisturbed.hashes()
-        assert not Path(".eyas/sglang").exists()
-        _many_tiny_samples(run.target, models["llama"])
-        other = SglangEngine(run.target, models["llama"], BOUNDARIES, dtype="bfloat16", chunked_prefill_size=128)
-        with pytest.raises(ServerError, match=r"chunked_prefill_size = 256, extract.engine_options says 128"):
-            other.open()
-        monkeypatch.setenv("EYAS_CAPTURE_SOCKET", str(tmp_path / "none.sock"))
-        with pytest.raises(ServerError, match="runs without eyas' plugin"):
-            run.engine.open()
-        assert server.poll() is None
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+    attach()
+    _many_tiny_samples(run.target, models["llama"])
+    other = SglangEngine(run.target, models["llama"], BOUNDARIES, dtype="bfloat16", chunked_prefill_size=128)
+    with pytest.raises(ServerError, match=r"chunked_prefill_size = 256, extract.engine_options says 128"):
+        other.open()
+    copied, files = tmp_path / "another model", fs.tree_digests(models["llama"])
+    shutil.copytree(models["llama"], copied)
+    target = dataclasses.replace(run.target, files=files)
+    changed = dataclasses.replace(files[0], sha256="0" * 64)
+    same = SglangEngine(target, copied, BOUNDARIES, dtype="bfloat16", **OPTIONS)
+    same.open()
+    same.close()
+    target = dataclasses.replace(run.target, files=(changed, *files[1:]))
+    with pytest.raises(ServerError, match=f"has a {changed.path} of SHA-256 .*expected 0000"):
+        SglangEngine(target, copied, BOUNDARIES, dtype="bfloat16", **OPTIONS).open()
+    monkeypatch.setenv("EYAS_CAPTURE_SOCKET", str(tmp_path / "none.sock"))
+    with pytest.raises(ServerError, match="runs without eyas' plugin"):
+        run.engine.open()
 
 
 def _many_tiny_samples(target, folder):

@@ -2,7 +2,7 @@
 
 from eyas.config.knobs import cores, knob
 from eyas.config.load import PARAMS_PATH, SECTIONS, compose_presets, load, resolve_boundaries, to_yaml
-from eyas.config.machine import machine
+from eyas.config.machine import machine, settings
 from eyas.config.schema import (
     DataConfig,
     DrafterConfig,
@@ -38,6 +38,7 @@ __all__ = [
     "load",
     "machine",
     "resolve_boundaries",
+    "settings",
     "to_yaml",
     "tracked_extract_keys",
 ]

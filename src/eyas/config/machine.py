@@ -8,6 +8,21 @@ import platform
 from pathlib import Path
 from typing import Any
 
+SETTINGS = (
+    "CUDA_", "EYAS_", "FLASHINFER_", "NCCL_", "NVIDIA_TF32", "OMP_", "PYTORCH_", "SGLANG_", "SGL_", "TORCH", "VLLM_",
+)  # fmt: skip
+"""Beginnings of variables by which engines, collectives and kernels behave otherwise."""
+SECRETS = ("KEY", "PASSWORD", "SECRET", "TOKEN")
+
+
+def settings() -> dict[str, str]:
+    """Environment variables that decide how engines run, without what is secret; for records of runs."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(SETTINGS) and not any(word in name.upper() for word in SECRETS)
+    }
+
 
 def machine() -> dict[str, Any]:
     """Processor name, cores and memory of this machine."""

@@ -32,6 +32,8 @@ from eyas.shards.handover import HOME, LOCK_NAME
 
 EXTRACT = ("dvc", "repro", "extract")
 DRAFTER = "models/drafter"
+IMPORTED_LOCKS = "imports/*/dvc.lock"
+"""An imported set has a pipeline of its own, whose paths are the repository's."""
 FORCE_HINT = "`make extract FORCE=1` goes on all the same"
 
 
@@ -95,8 +97,12 @@ def settle(root: Path) -> list[str]:
     """
     from eyas.train import finished  # the look, which has half a second, does without
 
-    locked = hashes(locked_stage(root, "train"), "outs")
-    finished.settle(root / HOME / "train", locked.get(DRAFTER), object_finder(root))
+    for pipeline, drafter in (
+        (root, DRAFTER),
+        *((lock.parent, f"{lock.parent.relative_to(root)}/{DRAFTER}") for lock in sorted(root.glob(IMPORTED_LOCKS))),
+    ):
+        locked = hashes(locked_stage(pipeline, "train"), "outs")
+        finished.settle(root / HOME / "train", locked.get(drafter), object_finder(root))
     with _lock(root):
         settled = _settle_spools(root)
         published = store.read_published(root / MANIFEST)

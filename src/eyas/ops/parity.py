@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from eyas import config, console, fs
-from eyas.config import Params, resolve_boundaries
+from eyas.config import resolve_boundaries
 from eyas.contracts import TargetIdentity, TokenSample
 from eyas.engines.base import CapturedSample, Engine
 from eyas.engines.registry import make_engine
@@ -35,8 +35,8 @@ SEED = 0
 
 
 @dataclass(slots=True)
-class _Stream:
-    """Sums over the rows of one stream."""
+class RowErrors:
+    """Sums over the rows of one stream, each beside what it should be."""
 
     num_rows: int = 0
     error: float = 0.0
@@ -46,6 +46,7 @@ class _Stream:
     same_top1: int = 0
 
     def add(self, name: str, found_TD: torch.Tensor, exact_TD: torch.Tensor) -> None:
+        """Take one sample."""
         error_T = (found_TD - exact_TD).norm(dim=-1) / exact_TD.norm(dim=-1)
         row = int(error_T.argmax())
         self.num_rows += len(error_T)
@@ -55,6 +56,7 @@ class _Stream:
         self.worst = max(self.worst, (float(error_T[row]), name, row))
 
     def figures(self) -> dict[str, Any]:
+        """Errors relative to each row's length."""
         return {
             "rows": self.num_rows,
             "mean_relative_error": self.error / self.num_rows,
@@ -86,7 +88,8 @@ def run_parity(root: Path, engines: Sequence[str], num_samples: int) -> dict[str
     folder = ensure(target, params.target)
     boundaries = resolve_boundaries(params.extract, target.num_layers)
     samples = make_prompts(target, num_samples)
-    exact = dict(_reference(folder, boundaries, samples, params))
+    device, trusted = params.target.device, params.target.trust_remote_code
+    exact = dict(exact_streams(folder, boundaries, samples, device, trusted))
     head_VD = read_ends(folder).head_VD.float()
     names = [*(f"aux {boundary}" for boundary in boundaries), "last"]
     found: dict[str, Any] = {}
@@ -94,7 +97,7 @@ def run_parity(root: Path, engines: Sequence[str], num_samples: int) -> dict[str
         options = params.extract.engine_options if params.extract.engine == name else {}
         engine = make_engine(
             name, target=target, folder=folder, boundaries=boundaries, dtype=params.target.dtype,
-            device=params.target.device, options=options, trust_remote_code=params.target.trust_remote_code,
+            device=device, options=options, trust_remote_code=trusted,
         )  # fmt: skip
         found[name] = _measure(engine, samples, exact, head_VD, names)
         console.log(f"parity: {name} done")
@@ -121,12 +124,11 @@ def make_prompts(target: TargetIdentity, num_samples: int) -> list[TokenSample]:
 
 
 @torch.no_grad()
-def _reference(
-    folder: Path, boundaries: tuple[int, ...], samples: Sequence[TokenSample], params: Params
+def exact_streams(
+    folder: Path, boundaries: tuple[int, ...], samples: Sequence[TokenSample], device: str, trust_remote_code: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Streams [T, N, D] of each sample alone, in float32."""
-    device = params.target.device
-    base = text_model(load_model(folder, "float32", device, params.target.trust_remote_code))
+    """Streams [T, N, D] of each sample alone, by transformers in float32."""
+    base = text_model(load_model(folder, "float32", device, trust_remote_code))
     taps = Taps(base, boundaries)
     for sample in samples:
         with taps.listening():
@@ -138,7 +140,7 @@ def _measure(
     engine: Engine, samples: Sequence[TokenSample], exact: dict[str, torch.Tensor], head_VD: torch.Tensor,
     names: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
-    streams, missing = [_Stream() for _ in names], {sample.sample_id for sample in samples}
+    errors, missing = [RowErrors() for _ in names], {sample.sample_id for sample in samples}
     hits = 0
     engine.announce(samples)
     engine.open()
@@ -147,8 +149,8 @@ def _measure(
         for begin in range(0, len(samples), batch):
             for got in engine.capture(samples[begin : begin + batch]):
                 exact_TND = exact[got.sample_id]
-                found_TND = _streams(got)
-                for index, stream in enumerate(streams):
+                found_TND = streams(got)
+                for index, stream in enumerate(errors):
                     stream.add(got.sample_id, found_TND[:, index], exact_TND[:, index])
                 first_T, second_T = (
                     (rows_TD @ head_VD.T).argmax(-1) for rows_TD in (found_TND[:, -1], exact_TND[:, -1])
@@ -158,15 +160,16 @@ def _measure(
     finally:
         engine.close()
     assert not missing, "an engine that ends without an error gives every sample"
-    figures = {name: stream.figures() for name, stream in zip(names, streams, strict=True)}
+    figures = {name: stream.figures() for name, stream in zip(names, errors, strict=True)}
     return {
         "version": engine.describe().version,
         "streams": figures,
-        "top1_agreement": hits / streams[-1].num_rows,
+        "top1_agreement": hits / errors[-1].num_rows,
     }
 
 
-def _streams(got: CapturedSample) -> torch.Tensor:
+def streams(got: CapturedSample) -> torch.Tensor:
+    """All streams of a sample, [T, N, D], float32."""
     return torch.cat([got.aux_TAD, got.last_TD[:, None]], dim=1).float()
 
 

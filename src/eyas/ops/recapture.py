@@ -18,8 +18,9 @@ from eyas.engines.calibrate import calibrate
 from eyas.engines.checks import check_captured
 from eyas.errors import CaptureError, StoreError
 from eyas.rows import stored_rows
+from eyas.shards.blosc import tensor_bytes
 from eyas.shards.calibration import FILE_NAME, read_calibration
-from eyas.shards.codecs import make_codec, tensor_bytes
+from eyas.shards.codecs import make_codec
 from eyas.shards.encode import EncodedSample, Encoder
 from eyas.shards.format import (
     CALIBRATED_CODECS,

@@ -7,7 +7,7 @@ from pathlib import Path
 from eyas import config, fs
 from eyas.config import resolve_boundaries
 from eyas.contracts import TargetIdentity
-from eyas.engines.sglang.session import Wanted, attach_command
+from eyas.engines.sglang.launch import Wanted, attach_command
 from eyas.plan.interpreter import sglang_python, sglang_versions
 from eyas.target.locate import ensure
 

@@ -9,22 +9,17 @@ Letters: N streams, R rows, D target hidden size.
 
 from __future__ import annotations
 
-import functools
-import struct
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from eyas.errors import StoreError
+from eyas.shards.blosc import ITEM_BYTES, Blosc2Codec, tensor_bytes
 from eyas.shards.int8 import Int8Codec
 
 PIECE_BYTES = 1 << 20
 CODECS = ("raw", "blosc2", "int8")
-ITEM_BYTES = 2
-BLOSC2_HEADER_BYTES = 32
-CHUNK_SIZES, CHUNK_SIZES_AT = struct.Struct("<3i"), 4
-"""In a blosc2 chunk's header: bytes of its content, of a block, of the chunk itself."""
 
 
 class Codec(Protocol):
@@ -108,55 +103,3 @@ class RawCodec:
         num_bytes = rows_RD.nbytes
         tensor_bytes(rows_RD)[:] = data[:num_bytes]
         return num_bytes
-
-
-class Blosc2Codec:
-    """Lossless: the two bytes of each value apart (shuffle), each half through zstd level 1.
-
-    A piece is one blosc2 chunk of one block, so any blosc2 reads it. Higher levels gain nothing: sign and
-    mantissa are noise, the exponents' entropy is reached by level 1.
-    """
-
-    name = "blosc2"
-
-    def encode(self, rows_RD: torch.Tensor, stream: int) -> memoryview:
-        """One chunk; at most 32 bytes longer than the rows."""
-        data = tensor_bytes(rows_RD)
-        blosc2, settings = _blosc2()
-        return memoryview(blosc2.compress2(data, blocksize=max(len(data), 1), **settings))
-
-    def decode(self, data: memoryview, rows_RD: torch.Tensor, stream: int) -> int:
-        """Decompress straight into the rows."""
-        if len(data) < BLOSC2_HEADER_BYTES:
-            raise ValueError(f"{len(data)} bytes are no blosc2 chunk")
-        num_bytes, _, size = CHUNK_SIZES.unpack_from(data, CHUNK_SIZES_AT)
-        out = rows_RD.view(torch.int16).numpy()
-        if not BLOSC2_HEADER_BYTES <= size <= len(data) or num_bytes != out.nbytes:
-            raise ValueError(f"a chunk of {size:,} bytes for {num_bytes:,}, expected {out.nbytes:,}")
-        blosc2, _ = _blosc2()
-        try:
-            blosc2.decompress2(data[:size], dst=out, nthreads=1)
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(f"blosc2: {error}") from None
-        return size
-
-
-@functools.cache
-def _blosc2() -> tuple[Any, dict[str, Any]]:
-    import blosc2
-
-    blosc2.set_releasegil(True)  # pieces run in threads of ours, each chunk in one of them
-    return blosc2, {
-        "codec": blosc2.Codec.ZSTD,
-        "clevel": 1,
-        "filters": [blosc2.Filter.SHUFFLE],
-        "filters_meta": [0],
-        "splitmode": blosc2.SplitMode.ALWAYS_SPLIT,
-        "typesize": ITEM_BYTES,
-        "nthreads": 1,
-    }
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """A contiguous CPU tensor's bytes as they lie in memory, without a copy."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data

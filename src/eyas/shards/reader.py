@@ -20,8 +20,9 @@ from eyas.contracts import ShardEntry, ShardManifest, StoredSample
 from eyas.errors import StoreError
 from eyas.rows import stored_rows
 from eyas.shards.account import check_account
+from eyas.shards.blosc import tensor_bytes
 from eyas.shards.calibration import Calibration
-from eyas.shards.codecs import Codec, RawCodec, decode_block, make_codec, tensor_bytes
+from eyas.shards.codecs import Codec, RawCodec, decode_block, make_codec
 from eyas.shards.format import (
     CALIBRATION,
     DTYPES,

@@ -20,7 +20,8 @@ import torch
 from eyas.contracts import CapturePlan, ShardEntry, ShardManifest, TokenSample
 from eyas.errors import StoreError
 from eyas.shards.account import check_account
-from eyas.shards.codecs import Codec, tensor_bytes
+from eyas.shards.blosc import tensor_bytes
+from eyas.shards.codecs import Codec
 from eyas.shards.consistency import Score, incoherent, judge
 from eyas.shards.format import CALIBRATION, KINDS, ShardHeader, block_name, checksum
 from eyas.shards.reader import (

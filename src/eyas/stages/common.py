@@ -45,6 +45,8 @@ class StageRun:
     work_s: float | None = None
     """Seconds of the counted work alone; the stage's whole wall time when it says nothing."""
     facts: dict[str, Any] = field(default_factory=dict)
+    nothing_worked_on: bool = False
+    """What an earlier run made was published again: that run's record stays, when it is there."""
 
 
 def paths(stage: str, names: Sequence[str], argv: Sequence[str]) -> list[Path]:
@@ -73,6 +75,7 @@ def stage_run(stage: str, reads: Sequence[Path], writes: Sequence[Path]) -> Iter
         "packages": {name: _version(name) for name in PACKAGES},
         "python": platform.python_version(),
         "machine": config.machine(),
+        "environment": config.settings(),
         "image": os.environ.get(images.VARIABLE, ""),
         "lock_sha256": content_hash(LOCK),
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - wall_s)),
@@ -87,13 +90,25 @@ def stage_run(stage: str, reads: Sequence[Path], writes: Sequence[Path]) -> Iter
     }
     runs = runs_folder(writes)
     try:
-        fs.write_record(runs / f"{stage}.json", record)
+        if not (run.nothing_worked_on and _says_the_same(runs / f"{stage}.json", record)):
+            fs.write_record(runs / f"{stage}.json", record)
         _gather_throughput(runs)
     except EyasError as error:  # a note: the work is published, and failing now would make DVC remove it
         console.log(f"{stage}: the work is done, but its run record is not written: {error}")
     per_s, per_cpu_s = (run.num_tokens / max(seconds, 1e-9) for seconds in (work_s, cpu_s))
     rate = f", {per_s:,.0f} tok/s, {per_cpu_s:,.0f} tok/CPU-s" if run.num_tokens else ""
     console.log(f"{stage}: done in {console.human_seconds(wall_s)} ({cpu_s:,.0f} CPU-s{rate})")
+
+
+def _says_the_same(path: Path, record: dict[str, Any]) -> bool:
+    """Whether a record is there that is of the same bytes read and written."""
+    if not path.is_file():
+        return False
+    try:
+        before = read_run(path)
+    except StoreError:
+        return False
+    return all(before.get(key) == record[key] for key in ("reads", "writes"))
 
 
 def _cpu_s() -> float:

@@ -58,6 +58,7 @@ def _main(argv: Sequence[str]) -> None:
             meta, outcome = train(inputs, RUNS_ROOT, output, metrics, world)
             run.num_tokens, run.work_s = outcome.num_tokens, outcome.seconds
             run.facts = _facts(outcome, world.size, params.train)
+            run.nothing_worked_on = outcome.is_republished
     _show(meta, outcome, metrics, output, params.train)
 
 

@@ -63,6 +63,8 @@ class Outcome:
     """The validation whose weights are published, with ``keep: best``."""
     seconds: float
     """Of this process, without validations."""
+    is_republished: bool = False
+    """Nothing was trained: what a finished run left was published again."""
 
 
 class Trainer:

@@ -120,7 +120,8 @@ class MetricLog:
             from dvclive.live import Live
             from scmrepo.exceptions import SCMError
 
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder.is_dir():
+                shutil.rmtree(folder)  # what stayed behind an error would stand among this run's rows
             try:
                 self._live = Live(str(folder), resume=True, dvcyaml=None, save_dvc_exp=False, report=None)
             except SCMError as error:

@@ -116,7 +116,14 @@ def train(
             meta, result = kept
             num_steps = inputs.config.num_steps
             return meta, Outcome(
-                result.num_trained_rows, 0, result.num_epochs, num_steps, result.damaged, result.best, 0.0
+                result.num_trained_rows,
+                num_tokens=0,
+                num_epochs=result.num_epochs,
+                resumed_at=num_steps,
+                damaged=result.damaged,
+                best=result.best,
+                seconds=0.0,
+                is_republished=True,
             )
         with same_on_all():
             drafter = new_drafter(inputs, ends, vocab)

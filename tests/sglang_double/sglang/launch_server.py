@@ -28,8 +28,9 @@ parser = argparse.ArgumentParser()
 for flag in ("port", "chunked-prefill-size", "max-running-requests"):
     parser.add_argument(f"--{flag}", type=int, default=0)
 parser.add_argument("--disable-radix-cache", action="store_true")
-parser.add_argument("--api-key", default="")
+parser.add_argument("--config", type=Path)
 arguments, _ = parser.parse_known_args()
+key = arguments.config.read_text().removeprefix("api-key: ").strip()
 fault_file = Path(os.environ["EYAS_DOUBLE_FAULTS"])
 boundaries = [layer + 1 for layer in json.loads(os.environ.get(wire.LAYERS_VARIABLE, "[]"))]
 layout = wire.Layout(len(boundaries), HIDDEN, "bfloat16")
@@ -162,8 +163,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200 if self.path == "/health" or self.is_allowed() else 401, {})
 
     def is_allowed(self) -> bool:
-        key = f"Bearer {arguments.api_key}"
-        return not arguments.api_key or self.headers.get("Authorization") == key
+        return self.headers.get("Authorization") == f"Bearer {key}"
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

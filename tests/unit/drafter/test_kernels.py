@@ -86,7 +86,16 @@ def test_rotary(num_turned):
 @pytest.mark.parametrize(("heads", "groups", "width"), [(4, 2, 16), (6, 2, 16), (3, 3, 24)])
 @pytest.mark.parametrize("step", [0, 2])
 def test_attention(heads, groups, width, step):
-    masks = [[0] * 5 + [1] * 60, [1] * 3, [0] * 20 + [1] * 30 + [0] * 9 + [1] * 40]
+    check_attention(heads, groups, width, step, [[0] * 5 + [1] * 60, [1] * 3, [0] * 20 + [1] * 30 + [0] * 9 + [1] * 40])
+
+
+@pytest.mark.parametrize(("heads", "groups", "width"), [(4, 2, 16), (3, 1, 16), (2, 2, 24)])
+def test_attention_over_blocks_that_every_row_sees(heads, groups, width):
+    """Documents longer than two blocks of keys, one of which ends inside a block."""
+    check_attention(heads, groups, width, 1, [[0] * 3 + [1] * 187, [1] * 70])
+
+
+def check_attention(heads, groups, width, step, masks):
     documents = [Document(torch.zeros(len(m)).long(), torch.tensor(m), torch.zeros(len(m), 1, 1), torch.zeros(len(m), 1)) for m in masks]  # fmt: skip
     pack = pack_documents(documents, 4, multiple=8)
     R, T = pack.num_rows[step], len(pack.ids_T)

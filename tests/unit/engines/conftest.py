@@ -1,10 +1,20 @@
 """Tiny random models of the three kinds, saved as local folders; norms perturbed, so a norm too many shows."""
 
+import json
+import os
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from sglang_world import BOUNDARIES, DOUBLE, OPTIONS
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3Config
 
 from eyas.contracts import FinalNorm, TargetIdentity
+from eyas.engines.registry import make_engine
+from eyas.engines.sglang import session
+from eyas.plan import interpreter
+from fake_target import make_target
 
 COMMON = {
     "vocab_size": 320,
@@ -79,3 +89,41 @@ def identity():
         tokenizer_sha256="",
         chat_template_sha256="",
     )
+
+
+@pytest.fixture
+def sglang_double(tmp_path, monkeypatch):
+    """This interpreter starts the double as its SGLang; no memory and no file of an arena is left."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EYAS_SGLANG_PYTHON", sys.executable)
+    monkeypatch.setenv("PYTHONPATH", f"{DOUBLE}:{DOUBLE.parents[1] / 'src'}")
+    monkeypatch.setenv("EYAS_DOUBLE_FAULTS", str(tmp_path / "faults.json"))
+    monkeypatch.setattr(session, "BACKOFF_S", (0.05, 0.05, 0.05))
+    monkeypatch.setenv("EYAS_SHM_BYTES", str(16 << 20))  # pages of 4 GiB take a second to allocate
+    monkeypatch.setattr(session.preflight, "LEAST_SHM_BYTES", 0)
+    interpreter.installed_versions.cache_clear()
+    yield
+    interpreter.installed_versions.cache_clear()
+    assert not list(Path("/dev/shm").glob(f"eyas-arena-{os.getpid()}-*"))
+    assert "eyas-arena-" not in Path("/proc/self/maps").read_text(), "memory of a closed arena is still taken"
+
+
+@pytest.fixture
+def fail(tmp_path):
+    """Tells the double how to fail."""
+
+    def write(**faults):
+        (tmp_path / "new").write_text(json.dumps(faults))
+        (tmp_path / "new").rename(tmp_path / "faults.json")  # at once: a running double reads it
+
+    return write
+
+
+@pytest.fixture
+def engine(tmp_path, sglang_double):
+    """Of the double, not yet open."""
+    opened = make_engine(
+        "sglang", target=make_target(), folder=tmp_path, boundaries=BOUNDARIES, dtype="bfloat16", options=OPTIONS
+    )
+    yield opened
+    opened.close()

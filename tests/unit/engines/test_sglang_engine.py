@@ -4,106 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import re
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
+from sglang_world import BOUNDARIES, OPTIONS, capture, check_equal, make_sample, make_samples
 
-from eyas.contracts import TokenSample
 from eyas.conversations.generation import GenerateRequest
-from eyas.engines.fake import FakeEngine
 from eyas.engines.registry import make_engine
 from eyas.engines.sglang import session
 from eyas.engines.sglang.flight import Flight
-from eyas.engines.sglang.server import Server
-from eyas.errors import CaptureError, DiskError, EyasError, ServerError
-from eyas.plan import interpreter
+from eyas.errors import CaptureError, ServerError
 from fake_target import make_target
 
-DOUBLE = Path(__file__).parents[2] / "sglang_double"
-BOUNDARIES = (1, 2, 3)
-OPTIONS = {"chunked_prefill_size": 16, "max_running_requests": 1}
-
-
-@pytest.fixture(autouse=True)
-def surroundings(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("EYAS_SGLANG_PYTHON", sys.executable)
-    monkeypatch.setenv("PYTHONPATH", f"{DOUBLE}:{DOUBLE.parents[1] / 'src'}")
-    monkeypatch.setenv("EYAS_DOUBLE_FAULTS", str(tmp_path / "faults.json"))
-    monkeypatch.setattr(session, "BACKOFF_S", (0.05, 0.05, 0.05))
-    monkeypatch.setenv("EYAS_SHM_BYTES", str(16 << 20))  # pages of 4 GiB take a second to allocate
-    monkeypatch.setattr(session.preflight, "LEAST_SHM_BYTES", 0)
-    interpreter.installed_versions.cache_clear()
-    yield
-    interpreter.installed_versions.cache_clear()
-    assert not list(Path("/dev/shm").glob(f"eyas-arena-{os.getpid()}-*"))
-    assert "eyas-arena-" not in Path("/proc/self/maps").read_text(), "memory of a closed arena is still taken"
-
-
-@pytest.fixture
-def fail(tmp_path):
-    def write(**faults):
-        (tmp_path / "new").write_text(json.dumps(faults))
-        (tmp_path / "new").rename(tmp_path / "faults.json")  # at once: a running double reads it
-
-    return write
-
-
-@pytest.fixture
-def engine(tmp_path):
-    opened = make_engine(
-        "sglang", target=make_target(), folder=tmp_path, boundaries=BOUNDARIES, dtype="bfloat16", options=OPTIONS
-    )
-    yield opened
-    opened.close()
-
-
-def make_samples(num_samples: int, seed: int = 0, longest: int = 60) -> list[TokenSample]:
-    rng = random.Random(seed)
-    made = []
-    for index in range(num_samples):
-        ids = tuple(rng.randrange(3, 1000) for _ in range(rng.randrange(1, longest)))
-        made.append(make_sample(f"s{index:03d}", ids))
-    return made
-
-
-def make_sample(name: str, ids: tuple[int, ...]) -> TokenSample:
-    return TokenSample(
-        sample_id=name, conversation_id="c", source="x", split="train", variant="given", input_ids=ids,
-        loss_mask=(1,) * len(ids),
-    )  # fmt: skip
-
-
-def capture(engine, samples, batch=5):
-    """As the loop does: batch by batch, what is missing once more and alone."""
-    got, failed = {}, {}
-    for begin in range(0, len(samples), batch):
-        part = samples[begin : begin + batch]
-        for tried in [part, *([sample] for sample in part)]:
-            missing = [sample for sample in tried if sample.sample_id not in got]
-            if missing:
-                try:
-                    for captured in engine.capture(missing):
-                        got[captured.sample_id] = captured
-                except CaptureError as error:
-                    for sample in missing:
-                        failed[sample.sample_id] = error.message
-    return got, {name: reason for name, reason in failed.items() if name not in got}
-
-
-def check_equal(got, samples):
-    expected = {captured.sample_id: captured for captured in FakeEngine(make_target(), BOUNDARIES).capture(samples)}
-    assert sorted(got) == sorted(expected)
-    for name, captured in got.items():
-        for part in ("input_ids_T", "aux_TAD", "last_TD"):
-            assert torch.equal(getattr(captured, part), getattr(expected[name], part)), (name, part)
+pytestmark = pytest.mark.usefixtures("sglang_double")
 
 
 def test_every_sample_comes_in_pieces_and_out_whole(engine):
@@ -281,37 +195,6 @@ def test_a_request_that_the_server_does_not_understand_stops_at_once(engine, fai
         capture(engine, make_samples(5))
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("radix", "disable_radix_cache = False.*--disable-radix-cache"),
-        ("another model", "hidden size 17, the plan expects 16"),
-        ("broken start", "did not start: it ended with code 1.*no such model"),
-    ],
-)
-def test_a_server_of_another_kind_is_refused(engine, fail, fault, message):
-    fail(**{fault: -1})
-    with pytest.raises(EyasError) as raised:
-        engine.open()
-    assert re.search(message, str(raised.value), re.DOTALL), str(raised.value)
-
-
-def test_a_server_that_never_comes_up_is_given_up(engine, fail, monkeypatch):
-    monkeypatch.setenv("EYAS_SGLANG_START_S", "1")
-    fail(**{"never up": -1})
-    start_s = time.monotonic()
-    with pytest.raises(ServerError, match="not ready after 1 s"):
-        engine.open()
-    assert time.monotonic() - start_s < 20
-
-
-def test_a_sample_beyond_the_context_is_refused_before_a_server_starts(engine):
-    """Case 25: as long as the context is too long."""
-    engine.announce([make_sample("long", (5,) * 128)])
-    with pytest.raises(ServerError, match="longest sample has 128 tokens, the server takes 121"):
-        engine.open()
-
-
 def test_shared_memory_bounds_what_is_under_way(engine, monkeypatch):
     """Two of the longest samples are enough for any run, with retries."""
     samples = make_samples(50, longest=120)
@@ -325,94 +208,6 @@ def test_shared_memory_bounds_what_is_under_way(engine, monkeypatch):
     got, failed = capture(engine, samples, batch=3)
     assert not failed
     check_equal(got, samples)
-
-
-def test_too_little_shared_memory_is_refused_with_the_way_to_more(engine, monkeypatch):
-    monkeypatch.setattr(session, "free_shm_bytes", lambda: 4096)
-    engine.announce(make_samples(3))
-    with pytest.raises(DiskError, match="/dev/shm has") as raised:
-        engine.open()
-    assert "--shm-size" in (raised.value.hint or "")
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["--quantization fp8", "--quant=fp8", "--dtype float16", "--kv-cache-dtype fp8_e5m2", "--schedule-policy lof",
-     "--load-format dummy", "--chunked-prefill-size 64", "-tp 2", "--mem-fraction-static 0.9 --model-path /other", "'"],
-)  # fmt: skip
-def test_further_arguments_that_may_decide_the_states_are_refused(engine, monkeypatch, text):
-    """They stand in no identity: states of either kind would be one capture."""
-    monkeypatch.setenv("EYAS_SGLANG_ARGS", text)
-    with pytest.raises(ServerError, match="EYAS_SGLANG_ARGS"):
-        engine.open()
-
-
-def test_further_arguments_that_change_no_state_are_passed_on(engine, monkeypatch):
-    monkeypatch.setenv("EYAS_SGLANG_ARGS", "--mem-fraction-static 0.7 --watchdog-timeout=600")
-    found = session.command(engine._wanted, "python", 1)
-    assert found[-3:] == ["--mem-fraction-static", "0.7", "--watchdog-timeout=600"]
-
-
-def test_an_attached_server_is_used_and_left_running(engine, tmp_path, monkeypatch):
-    first = make_engine(
-        "sglang", target=make_target(), folder=tmp_path, boundaries=BOUNDARIES, dtype="bfloat16", options=OPTIONS
-    )
-    first.open()
-    running = first.keeper.session
-    socket_path = running.link._path
-    running.link.close()
-    monkeypatch.setenv("EYAS_SGLANG_URL", running.client.url)
-    monkeypatch.setenv("EYAS_SGLANG_API_KEY", running.client.headers["Authorization"].removeprefix("Bearer "))
-    with pytest.raises(ServerError, match="EYAS_CAPTURE_SOCKET does not name"):
-        engine.open()
-    monkeypatch.setenv("EYAS_CAPTURE_SOCKET", str(tmp_path / "none.sock"))
-    with pytest.raises(ServerError, match=r"runs without eyas' plugin\n\nhint: .*sglang-command"):
-        engine.open()
-    monkeypatch.setenv("EYAS_CAPTURE_SOCKET", str(socket_path))
-    samples = make_samples(10)
-    engine.announce(samples)
-    engine.open()
-    check_equal(capture(engine, samples)[0], samples)
-    engine.close()
-    assert not running.server.exit
-    first.close()
-    assert running.server.exit
-
-
-def test_no_orphan_survives_when_we_are_killed(tmp_path):
-    """The watcher ends the server's whole group when the pipe to us closes."""
-    script = (
-        "import sys, time; from pathlib import Path; from eyas.engines.sglang.server import Server;"
-        "import os; s = Server(['/bin/sh', '-c', 'trap \"\" TERM; sleep 300 & sleep 300'], os.environ, Path('log'));"
-        "print(s.pid, flush=True); time.sleep(300)"
-    )
-    ours = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
-    assert ours.stdout is not None
-    group = int(ours.stdout.readline())
-    os.killpg(group, 0)
-    ours.send_signal(signal.SIGKILL)
-    ours.wait()
-    deadline_s = time.monotonic() + 10
-    while time.monotonic() < deadline_s:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return
-        if all("Z" in Path(f"/proc/{p}/stat").read_text().rpartition(")")[2].split()[0] for p in members(group)):
-            return  # dead, and waiting for whoever took them over
-        time.sleep(0.05)
-    raise AssertionError(f"group {group} lives on")
-
-
-def members(group: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if int((entry / "stat").read_text().rpartition(")")[2].split()[2]) == group:
-                found.append(int(entry.name))
-        except (OSError, IndexError):
-            continue
-    return found
 
 
 def test_answers_are_generated_by_the_server(tmp_path, fail):
@@ -433,26 +228,3 @@ def test_answers_are_generated_by_the_server(tmp_path, fail):
     assert answers["r4"].ids == (7, 7, 9, 2)
     assert answers["r4"].finish == "stop"
     assert engine.keeper.num_restarts == 1
-
-
-def test_a_server_whose_watcher_cannot_start_is_ended(tmp_path, monkeypatch):
-    """No more processes: nobody would end this server when we are killed."""
-    started, popen = [], subprocess.Popen
-
-    def fails_second(*arguments, **named):
-        if started:
-            raise BlockingIOError("no more processes")
-        started.append(popen(*arguments, **named))
-        return started[0]
-
-    monkeypatch.setattr(subprocess, "Popen", fails_second)
-    with pytest.raises(BlockingIOError):
-        Server(["sleep", "100"], os.environ, tmp_path / "log")
-    assert started[0].poll() == -signal.SIGKILL
-
-
-def test_an_interpreter_may_be_named_from_here(tmp_path, monkeypatch):
-    """It is started elsewhere."""
-    (tmp_path / "mine").symlink_to(sys.executable)
-    monkeypatch.setenv("EYAS_SGLANG_PYTHON", "mine")
-    assert interpreter.sglang_python() == str(tmp_path / "mine")

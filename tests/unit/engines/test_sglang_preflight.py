@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from eyas.config.engine_options import check_engine_options
-from eyas.engines.sglang import preflight, session, versions, wire
+from eyas.engines.sglang import launch, preflight, versions, wire
 from eyas.errors import CaptureError, ConfigError, EyasError, PlanError, ServerError
 from eyas.ops import doctor
 from eyas.plan import interpreter
@@ -59,11 +59,13 @@ def programs(folder: Path, *names: str) -> None:
 @pytest.fixture
 def gpu_machine(tmp_path, monkeypatch):
     """Two Blackwell cards, an interpreter with SGLang, and no program but those that a test makes."""
-    smi = 'echo "NVIDIA RTX PRO 6000, 12.0, 580.1, 97887"; echo "NVIDIA RTX PRO 6000, 12.0, 580.1, 97887"\n'
+    card = "NVIDIA RTX PRO 6000, 12.0, 580.1, 97887"
+    smi = f'echo "{card}, GPU-aa11"; echo "{card}, GPU-bb22"\n'
     programs(tmp_path / "bin", "nvidia-smi", "python")
     (tmp_path / "bin/nvidia-smi").write_text(f"#!/bin/sh\n{smi}")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("EYAS_SGLANG_PYTHON", str(tmp_path / "bin/python"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(preflight, "TOOLKIT", str(tmp_path / "cuda"))
     return tmp_path / "bin"
 
@@ -78,6 +80,20 @@ def test_missing_gpus_and_compilers_are_named_one_by_one(gpu_machine):
         programs(gpu_machine, made)
     assert preflight.check_machine("cuda", 2) == 12.0
     assert preflight.check_machine("cpu", 8) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("visible", "num_gpus"),
+    [("0,1", 2), ("1", 1), ("", 0), ("-1", 0), ("1, 7, 0", 1), ("GPU-bb", 1), ("GPU-", 0), ("MIG-x", 2), ("0,0", 2)],
+)
+def test_gpus_that_this_process_may_not_use_are_not_counted(gpu_machine, monkeypatch, visible, num_gpus):
+    """As CUDA reads it: numbers or beginnings of UUIDs, up to the first that names none or several."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert len(preflight.gpus()) == num_gpus
+    programs(gpu_machine, "nvcc", "ninja", "g++")
+    if num_gpus < 2:
+        with pytest.raises(ServerError, match=f"{num_gpus} NVIDIA devices here, expected 2"):
+            preflight.check_machine("cuda", 2)
 
 
 def test_a_machine_without_a_driver_has_no_gpus(monkeypatch, tmp_path):
@@ -231,12 +247,12 @@ def test_doctor_names_each_gpu_and_what_is_missing(gpu_machine):
 
 def test_the_printed_command_is_one_a_shell_takes(tmp_path, monkeypatch):
     """Paths with spaces and quotes come out as they went in; on Blackwell attention is chosen."""
-    wanted = session.Wanted(
+    wanted = launch.Wanted(
         target=make_target(), folder=tmp_path / "a model's", boundaries=(1, 2, 3), dtype="bfloat16", device="cuda",
         version="0.5.23", options={"tp_size": 2, "chunked_prefill_size": 4096},
     )  # fmt: skip
     monkeypatch.setattr(preflight, "gpus", lambda: [preflight.Gpu("x", 12.0, "1", 1)])
-    text = session.attach_command(wanted, "echo", str(tmp_path / "a b.sock"), 30000)
+    text = launch.attach_command(wanted, "echo", str(tmp_path / "a b.sock"), 30000)
     script = f"set -e; f() {{ env; }}; {text.replace('make extract', 'env').replace('echo -m pip', 'true')}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     line = next(line for line in done.stdout.splitlines() if line.startswith("-m sglang.launch_server"))

@@ -1,6 +1,7 @@
 """What is printed: tables, and a reader that goes away."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -24,3 +25,36 @@ def test_a_reader_that_stops_reading_ends_a_command_quietly():
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait() == 141
+
+
+def test_a_command_that_is_asked_to_end_cleans_up_like_after_ctrl_c():
+    """A container that is stopped, a job at its time limit: exit code 143, and every ``finally`` has run."""
+    code = (
+        "import time\nfrom eyas import console\n"
+        "def main(_):\n try:\n  console.emit('up')\n  time.sleep(60)\n finally:\n  console.emit('cleaned')\n"
+        "console.run_main(main)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGTERM)
+        said, log = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert said == "cleaned\n"
+    assert "the same command goes on" in log
+
+
+def test_whoever_handles_the_signal_already_keeps_it():
+    def own(number, frame):
+        return
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        with console.user_errors():
+            assert signal.getsignal(signal.SIGTERM) is own
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)

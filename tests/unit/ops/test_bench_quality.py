@@ -21,7 +21,7 @@ from eyas.drafter.model import Drafter
 from eyas.errors import ConfigError, EyasError, StoreError
 from eyas.ops.bench import quality
 from eyas.ops.bench.quality_ours import Setup
-from eyas.ops.bench.quality_peers import SCRIPTS, Peer, PeerRun, to_drafter, variants
+from eyas.ops.bench.quality_peers import SCRIPTS, Peer, PeerRun, to_drafter, train_all, variants
 from eyas.ops.bench.run import run
 from eyas.ops.exchange.draft_vocab import make_draft_vocab
 from eyas.ops.exchange.states import ImportRequest, import_states
@@ -178,6 +178,14 @@ def test_what_cannot_be_measured_is_said(in_root: Path, tmp_path: Path) -> None:
     unlucky = dataclasses.replace(first, settings={**first.settings, "lr": 13.0})
     with pytest.raises(EyasError, match="specforge ended with 1, expected 0:\nout of luck"):
         peer.train([PeerRun(variant=unlucky, budget="steps", seed=0, num_steps=1)])
+    runs = [
+        PeerRun(variant=v, budget="steps", seed=s, num_steps=1) for v, s in ((unlucky, 0), (first, 2), (unlucky, 1))
+    ]
+    given = []
+    with pytest.raises(EyasError, match=r"(?s)out of luck.*out of luck") as caught:
+        given.extend(train_all({"specforge": peer}, runs, jobs=1))
+    assert [run.variant for run, _, _ in given] == [first], "what the others trained"
+    assert str(caught.value.hint).count("see ") == 2
 
 
 @pytest.fixture

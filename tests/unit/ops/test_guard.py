@@ -228,7 +228,9 @@ def test_it_answers_in_half_a_second_and_imports_neither_torch_nor_dvc(tmp_path)
     assert best_s <= 0.5
 
 
-def test_a_finished_training_is_kept_until_the_lock_and_the_cache_hold_its_drafter(tmp_path):
+@pytest.mark.parametrize("home", ["", "imports/other/"])
+def test_a_finished_training_is_kept_until_the_lock_and_the_cache_hold_its_drafter(tmp_path, home):
+    """Also that of an imported set, whose pipeline has a lock of its own."""
     (tmp_path / ".dvc").mkdir()
     kept = tmp_path / ".eyas/train/0123/finished/drafter"
     kept.mkdir(parents=True)
@@ -236,8 +238,8 @@ def test_a_finished_training_is_kept_until_the_lock_and_the_cache_hold_its_draft
     md5 = fs.hash_file(kept / "checkpoint.json", "md5")
     guard.settle(tmp_path)
     assert kept.is_dir(), "no lock"
-    out = {"path": "models/drafter", "md5": "00ff.dir"}
-    fs.write_text(tmp_path / "dvc.lock", json.dumps({"schema": "2.0", "stages": {"train": {"outs": [out]}}}))
+    out = {"path": f"{home}models/drafter", "md5": "00ff.dir"}
+    fs.write_text(tmp_path / home / "dvc.lock", json.dumps({"schema": "2.0", "stages": {"train": {"outs": [out]}}}))
     fs.write_text(cache_object(tmp_path, "00ff.dir"), json.dumps([{"md5": md5, "relpath": "checkpoint.json"}]))
     guard.settle(tmp_path)
     assert kept.is_dir(), "the cache lost it"

@@ -1,8 +1,10 @@
 """Codecs: what comes back, what the bytes are, which rows are stored."""
 
+import hashlib
 import random
 import struct
 from pathlib import Path
+from typing import Any
 
 import blosc2
 import numpy as np
@@ -17,7 +19,8 @@ from eyas import fs
 from eyas.contracts import ShardManifest
 from eyas.errors import ConfigError, StoreError
 from eyas.rows import stored_rows
-from eyas.shards.codecs import Blosc2Codec, RawCodec, decode_block, make_codec, pieces, tensor_bytes
+from eyas.shards.blosc import Blosc2Codec, tensor_bytes
+from eyas.shards.codecs import RawCodec, decode_block, make_codec, pieces
 from eyas.shards.encode import Encoder
 from eyas.shards.reader import ShardReader
 from eyas.shards.verify import verify
@@ -43,6 +46,44 @@ def test_a_piece_is_a_chunk_that_blosc2_itself_reads():
     assert blosc2.decompress2(data) == rows_RD.view(torch.int16).numpy().tobytes()
     num_bytes, _, size = struct.unpack("<3i", data[4:16])
     assert (num_bytes, size) == (300 * 64 * 2, len(data))
+
+
+@pytest.mark.parametrize("items", [2049, 40_000, 400_001])
+@pytest.mark.parametrize("kind", ["gaussian", "noise", "integers", "constant", "ramp"])
+def test_any_blosc2_reads_a_piece_of_any_content(kind, items):
+    """Halves that are noise, that compress, that are one value; odd numbers of items; never more than a header longer."""
+    generator = torch.Generator().manual_seed(items)
+    values = {
+        "gaussian": lambda: torch.randn(items, generator=generator).bfloat16().view(torch.int16),
+        "noise": lambda: torch.randint(-(1 << 15), 1 << 15, (items,), generator=generator).to(torch.int16),
+        "integers": lambda: torch.randint(-5, 6, (items,), generator=generator).bfloat16().view(torch.int16),
+        "constant": lambda: torch.full((items,), 0x3F80, dtype=torch.int16),
+        "ramp": lambda: torch.arange(items).to(torch.int16),
+    }[kind]()
+    rows_RD = values.view(torch.bfloat16)[None]
+    data = bytes(Blosc2Codec().encode(rows_RD, 0))
+    assert blosc2.decompress2(data) == values.numpy().tobytes()
+    assert len(data) <= 2 * items + 32
+
+
+def test_the_bytes_of_a_piece_are_those_of_its_revision():
+    """Of ``extract.revision`` 3, by zstandard 0.25.0: the golden capture's pieces are smaller than those that eyas writes."""
+    dice = random.Random(4)
+    rows_RD = torch.tensor([dice.gauss(0, 1) for _ in range(1 << 17)]).bfloat16().view(64, 2048)
+    assert (
+        hashlib.sha256(Blosc2Codec().encode(rows_RD, 0)).hexdigest()
+        == "e1935fb0ab277fe77076075125ea50dbf89d8f4cbeda2b962f3124c8baf342dc"
+    ), "pieces have other bytes: see test_the_bytes_of_a_capture_are_those_of_its_revision for what to do"
+
+
+def test_a_piece_is_no_larger_than_the_one_that_blosc2_writes():
+    """By zstd's level 1 and the same split; the Gaussian's high half has no repetition worth a match."""
+    rows_RD = torch.randn(128, 4096, generator=torch.Generator().manual_seed(2)).bfloat16()
+    settings_of: dict[str, Any] = {"codec": blosc2.Codec.ZSTD, "clevel": 1, "filters": [blosc2.Filter.SHUFFLE]}
+    settings_of |= {"filters_meta": [0], "splitmode": blosc2.SplitMode.ALWAYS_SPLIT, "typesize": 2, "nthreads": 1}
+    settings_of |= {"blocksize": rows_RD.nbytes}
+    theirs = blosc2.compress2(rows_RD.view(torch.int16).numpy(), **settings_of)
+    assert len(Blosc2Codec().encode(rows_RD, 0)) < 0.985 * len(theirs)
 
 
 @pytest.mark.parametrize("std", [0.02, 1.0, 40.0])

@@ -67,7 +67,7 @@ def test_the_stage_publishes_prints_and_records(repository, capsys):
     assert before["reserve_bytes"] == 0
 
 
-@pytest.mark.parametrize("change", [{"boundaries": "[1, 2]"}, {"revision": 3}, {"batch_tokens": 100}])
+@pytest.mark.parametrize("change", [{"boundaries": "[1, 2]"}, {"revision": 4}, {"batch_tokens": 100}])
 def test_a_plan_of_other_parameters_is_refused(repository, change):
     """Case 35: a changed parameter with an old plan."""
     identity = fs.read_json(Path("data/plan.json"))["identity"]
@@ -151,9 +151,9 @@ def test_an_error_ends_the_process_with_code_2_and_a_hint(repository):
 
 
 GOLDEN = {
-    2: {
-        "raw": "d7a45afa58ebb02237565aa4452e5ee23d00015b57c949557dbb4959759b4a73",
-        "blosc2": "30190a4269f6b6a73c0d2201da63f93f1a00bf59797be004df3e1edfc0961c2c",
+    3: {
+        "raw": "5c3a5bce7285776719f14516392112a4f99ce64aafe32443c394cd6fb1cf3ad7",
+        "blosc2": "101410e9deb92777eb55d227c25b94c41907863c3435726183fd369f335a083e",
     }
 }
 """Digest of every byte that a tiny fake capture publishes, by ``extract.revision`` and codec."""

@@ -40,6 +40,23 @@ def test_a_run_record_has_versions_and_hashes(tmp_path: Path, monkeypatch: pytes
     assert record["reads"] == {"in": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"}
 
 
+@pytest.mark.parametrize(("made_before", "kept"), [(b"abc", 7), (b"abd", 0), (None, 0)])
+def test_what_is_published_again_keeps_the_record_of_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_before: bytes | None, kept: int
+) -> None:
+    """Not of other bytes; and there is one at any rate."""
+    monkeypatch.chdir(tmp_path)
+    out = Path("out")
+    if made_before is not None:
+        with common.stage_run("train", [], [out]) as run:
+            out.write_bytes(made_before)
+            run.num_tokens = 7
+    with common.stage_run("train", [], [out]) as run:
+        out.write_bytes(b"abc")
+        run.nothing_worked_on = True
+    assert json.loads((tmp_path / "reports/runs/train.json").read_text())["num_tokens"] == kept
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS])
 def test_what_the_system_refuses_is_exit_2_with_a_hint(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught, console.user_errors():

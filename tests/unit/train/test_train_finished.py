@@ -48,7 +48,7 @@ def test_a_run_that_dvc_did_not_record_is_published_again_without_training(tmp_p
         again, told = world.run(tmp_path, world.make_inputs(tmp_path, **changes))
         assert world.result_bytes(tmp_path) == published
         assert again == meta
-        assert (told.resumed_at, told.num_tokens) == (12, 0)
+        assert (told.resumed_at, told.num_tokens, told.is_republished) == (12, 0, True)
         assert (told.num_trained_rows, told.num_epochs) == (outcome.num_trained_rows, outcome.num_epochs)
         assert (told.best and told.best.step) == (outcome.best and outcome.best.step)
 

@@ -24,6 +24,55 @@ def _dot(a, b):
     return tl.dot(a, b, input_precision="ieee" if a.dtype == tl.float32 else "tf32")
 
 
+@triton.jit
+def _bounds(begin, place, exists, BLOCK_Y: tl.constexpr):
+    """First key that some line sees, end of the blocks from there that all lines see, end of the keys."""
+    first, last = tl.min(begin, axis=0), tl.max(place, axis=0) + 1
+    shared_first = tl.max(tl.where(exists, begin, 0), axis=0)
+    shared_last = tl.min(tl.where(exists, place, 2147483646), axis=0) + 1
+    blocks = tl.where(shared_first == first, (shared_last - first) // BLOCK_Y, 0)
+    return first, first + tl.maximum(blocks, 0) * BLOCK_Y, last
+
+
+@triton.jit
+def _load_block(
+    ptr, key, last, group, columns, G: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, EDGE: tl.constexpr
+):
+    """A group's keys of a block and their values; only an edge may lie partly outside."""
+    at = ptr + (key.to(tl.int64) * 2 * G + group)[:, None] * K + columns[None, :]
+    if EDGE:
+        inside = (key < last)[:, None] & (columns < K)[None, :]
+        keys, values = tl.load(at, mask=inside, other=0.0), tl.load(at + G * K, mask=inside, other=0.0)
+    elif BLOCK_K == K:
+        keys, values = tl.load(at), tl.load(at + G * K)
+    else:
+        inside = (columns < K)[None, :]
+        keys, values = tl.load(at, mask=inside, other=0.0), tl.load(at + G * K, mask=inside, other=0.0)
+    return keys, values
+
+
+@triton.jit
+def _forward_tile(
+    q, shared_ptr, key, place, begin, maximum, total, mixed, last, scale, group,
+    G: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """One block of keys; at an edge not every line sees each of them."""
+    keys, values = _load_block(shared_ptr, key, last, group, tl.arange(0, BLOCK_K), G, K, BLOCK_K, EDGE)
+    scores = _dot(q, tl.trans(keys)) * (scale * 1.4426950408889634)
+    if EDGE:
+        seen = (key[None, :] >= begin[:, None]) & (key[None, :] <= place[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(maximum, tl.max(scores, axis=1))
+    safe = higher
+    if EDGE:
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+    shares = tl.exp2(scores - safe[:, None])
+    rescale = tl.exp2(maximum - safe)
+    total = total * rescale + tl.sum(shares, axis=1)
+    mixed = mixed * rescale[:, None] + _dot(shares.to(values.dtype), values)
+    return higher, total, mixed
+
+
 @triton.jit(do_not_specialize=["step"])
 def _forward(
     q_ptr, shared_ptr, own_ptr, mixed_ptr, lse_ptr, order_ptr, places_ptr, begins_ptr, R, own_stride, step, scale,
@@ -47,23 +96,15 @@ def _forward(
     total = tl.zeros([BLOCK_R * BLOCK_P], tl.float32)
     mixed = tl.zeros([BLOCK_R * BLOCK_P, BLOCK_K], tl.float32)
     y = tl.arange(0, BLOCK_Y)
-    first, last = tl.min(begin, axis=0), tl.max(place, axis=0) + 1
-    for start in range(first, last, BLOCK_Y):
-        key = start + y
-        key_at = (key.to(tl.int64) * 2 * G + group)[:, None] * K + columns[None, :]
-        in_keys = (key < last)[:, None] & in_head[None, :]
-        keys = tl.load(shared_ptr + key_at, mask=in_keys, other=0.0)
-        scores = _dot(q, tl.trans(keys)) * (scale * 1.4426950408889634)
-        seen = (key[None, :] >= begin[:, None]) & (key[None, :] <= place[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(maximum, tl.max(scores, axis=1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        shares = tl.exp2(scores - safe[:, None])
-        rescale = tl.exp2(maximum - safe)
-        total = total * rescale + tl.sum(shares, axis=1)
-        values = tl.load(shared_ptr + key_at + G * K, mask=in_keys, other=0.0)
-        mixed = mixed * rescale[:, None] + _dot(shares.to(values.dtype), values)
-        maximum = higher
+    first, seen_by_all, last = _bounds(begin, place, exists, BLOCK_Y)
+    for start in range(first, seen_by_all, BLOCK_Y):
+        maximum, total, mixed = _forward_tile(
+            q, shared_ptr, start + y, place, begin, maximum, total, mixed, last, scale, group, G, K, BLOCK_K, False
+        )
+    for start in range(seen_by_all, last, BLOCK_Y):
+        maximum, total, mixed = _forward_tile(
+            q, shared_ptr, start + y, place, begin, maximum, total, mixed, last, scale, group, G, K, BLOCK_K, True
+        )
     wide_q = q.to(tl.float32)
     for k in range(step):
         own_at = k * own_stride + (row * 2 * G + group)[:, None] * K + columns[None, :]
@@ -127,6 +168,22 @@ def _backward_own(
 
 
 @triton.jit
+def _rows_tile(
+    q, grad, lse, delta, shared_ptr, key, place, begin, grad_q, last, scale, group,
+    G: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """What one block of keys gives to the gradients of the queries, before the scale."""
+    keys, values = _load_block(shared_ptr, key, last, group, tl.arange(0, BLOCK_K), G, K, BLOCK_K, EDGE)
+    scores = _dot(q, tl.trans(keys)) * (scale * 1.4426950408889634)
+    shares = tl.exp2(scores - lse[:, None])
+    if EDGE:
+        seen = (key[None, :] >= begin[:, None]) & (key[None, :] <= place[:, None])
+        shares = tl.where(seen, shares, 0.0)
+    grad_scores = shares * (_dot(grad, tl.trans(values)) - delta[:, None])
+    return grad_q + _dot(grad_scores.to(keys.dtype), keys)
+
+
+@triton.jit
 def _backward_rows(
     q_ptr, shared_ptr, lse_ptr, grad_ptr, delta_ptr, grad_q_ptr, order_ptr, places_ptr, begins_ptr, R, scale,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
@@ -150,22 +207,52 @@ def _backward_rows(
     delta = tl.load(delta_ptr + line_at, mask=valid, other=0.0)
     grad_q = tl.zeros([BLOCK_R * BLOCK_P, BLOCK_K], tl.float32)
     y = tl.arange(0, BLOCK_Y)
-    first, last = tl.min(begin, axis=0), tl.max(place, axis=0) + 1
-    for start in range(first, last, BLOCK_Y):
-        key = start + y
-        key_at = (key.to(tl.int64) * 2 * G + group)[:, None] * K + columns[None, :]
-        in_keys = (key < last)[:, None] & in_head[None, :]
-        keys = tl.load(shared_ptr + key_at, mask=in_keys, other=0.0)
-        values = tl.load(shared_ptr + key_at + G * K, mask=in_keys, other=0.0)
-        seen = (key[None, :] >= begin[:, None]) & (key[None, :] <= place[:, None])
-        scores = _dot(q, tl.trans(keys)) * (scale * 1.4426950408889634)
-        shares = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
-        grad_scores = shares * (_dot(grad, tl.trans(values)) - delta[:, None])
-        grad_q += _dot(grad_scores.to(keys.dtype), keys)
+    first, seen_by_all, last = _bounds(begin, place, exists, BLOCK_Y)
+    for start in range(first, seen_by_all, BLOCK_Y):
+        grad_q = _rows_tile(
+            q, grad, lse, delta, shared_ptr, start + y, place, begin, grad_q, last, scale, group, G, K, BLOCK_K, False
+        )
+    for start in range(seen_by_all, last, BLOCK_Y):
+        grad_q = _rows_tile(
+            q, grad, lse, delta, shared_ptr, start + y, place, begin, grad_q, last, scale, group, G, K, BLOCK_K, True
+        )
     row = tl.load(order_ptr + n, mask=exists, other=0).to(tl.int64)
     q_at = (row * H + group * P + head)[:, None] * K + columns[None, :]
     grad_q = grad_q * scale + tl.load(grad_q_ptr + q_at, mask=tile, other=0.0).to(tl.float32)
     tl.store(grad_q_ptr + q_at, grad_q.to(grad_q_ptr.dtype.element_ty), mask=tile)
+
+
+@triton.jit
+def _keys_tile(
+    keys, values, key, q_ptr, grad_ptr, lse_ptr, delta_ptr, places_ptr, begins_ptr, n, last,
+    grad_keys, grad_values, scale, group,
+    H: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """What one block of rows gives to a block of keys and values; at an edge not every row sees each of them."""
+    head, columns = tl.arange(0, BLOCK_R * BLOCK_P) % BLOCK_P, tl.arange(0, BLOCK_K)
+    line_at = n.to(tl.int64) * H + group * P + head
+    at = line_at[:, None] * K + columns[None, :]
+    if EDGE or BLOCK_P != P or BLOCK_K != K:
+        valid = (n < last) & (head < P)
+        tile = valid[:, None] & (columns < K)[None, :]
+        q, grad = tl.load(q_ptr + at, mask=tile, other=0.0), tl.load(grad_ptr + at, mask=tile, other=0.0)
+        lse = tl.load(lse_ptr + line_at, mask=valid, other=float("inf"))
+        delta = tl.load(delta_ptr + line_at, mask=valid, other=0.0)
+    else:
+        q, grad = tl.load(q_ptr + at), tl.load(grad_ptr + at)
+        lse, delta = tl.load(lse_ptr + line_at), tl.load(delta_ptr + line_at)
+    scores = _dot(keys, tl.trans(q)) * (scale * 1.4426950408889634)
+    shares = tl.exp2(scores - lse[None, :])
+    if EDGE:
+        place = tl.load(places_ptr + n, mask=n < last, other=-1)
+        begin = tl.load(begins_ptr + n, mask=n < last, other=2147483647)
+        seen = (key[:, None] >= begin[None, :]) & (key[:, None] <= place[None, :])
+        shares = tl.where(seen, shares, 0.0)
+    grad_values += _dot(shares.to(grad.dtype), grad)
+    grad_scores = shares * (_dot(values, tl.trans(grad)) - delta[None, :])
+    grad_keys += _dot(grad_scores.to(q.dtype), q)
+    return grad_keys, grad_values
 
 
 @triton.jit
@@ -190,25 +277,28 @@ def _backward_keys(
     # rows from the first key's place to the end of the last key's document
     first = tl.load(rows_before_ptr + start)
     last = tl.load(rows_before_ptr + tl.load(ends_ptr + tl.minimum(start + BLOCK_Y, T) - 1))
-    lines = tl.arange(0, BLOCK_R * BLOCK_P)
-    for block in range(first, last, BLOCK_R):
-        n, head = block + lines // BLOCK_P, lines % BLOCK_P
-        exists = n < last
-        valid = exists & (head < P)
-        place = tl.load(places_ptr + n, mask=exists, other=-1)
-        begin = tl.load(begins_ptr + n, mask=exists, other=2147483647)
-        line_at = n.to(tl.int64) * H + group * P + head
-        tile = valid[:, None] & in_head[None, :]
-        q = tl.load(q_ptr + line_at[:, None] * K + columns[None, :], mask=tile, other=0.0)
-        grad = tl.load(grad_ptr + line_at[:, None] * K + columns[None, :], mask=tile, other=0.0)
-        lse = tl.load(lse_ptr + line_at, mask=valid, other=float("inf"))
-        delta = tl.load(delta_ptr + line_at, mask=valid, other=0.0)
-        seen = (key[:, None] >= begin[None, :]) & (key[:, None] <= place[None, :])
-        scores = _dot(keys, tl.trans(q)) * (scale * 1.4426950408889634)
-        shares = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
-        grad_values += _dot(shares.to(grad.dtype), grad)
-        grad_scores = shares * (_dot(values, tl.trans(grad)) - delta[None, :])
-        grad_keys += _dot(grad_scores.to(q.dtype), q)
+    # from some row on all see every key of the block, if it is of one document
+    end = tl.minimum(start + BLOCK_Y, T)
+    is_one = (start + BLOCK_Y <= T) & (tl.load(ends_ptr + start) == tl.load(ends_ptr + end - 1))
+    seeing = tl.where(is_one, tl.load(rows_before_ptr + end - 1), last)
+    edge = tl.minimum(first + tl.cdiv(seeing - first, BLOCK_R) * BLOCK_R, last)
+    whole = edge + (last - edge) // BLOCK_R * BLOCK_R
+    n = tl.arange(0, BLOCK_R * BLOCK_P) // BLOCK_P
+    for block in range(first, edge, BLOCK_R):
+        grad_keys, grad_values = _keys_tile(
+            keys, values, key, q_ptr, grad_ptr, lse_ptr, delta_ptr, places_ptr, begins_ptr, block + n, last,
+            grad_keys, grad_values, scale, group, H, P, K, BLOCK_P, BLOCK_R, BLOCK_K, True,
+        )  # fmt: skip
+    for block in range(edge, whole, BLOCK_R):
+        grad_keys, grad_values = _keys_tile(
+            keys, values, key, q_ptr, grad_ptr, lse_ptr, delta_ptr, places_ptr, begins_ptr, block + n, last,
+            grad_keys, grad_values, scale, group, H, P, K, BLOCK_P, BLOCK_R, BLOCK_K, False,
+        )  # fmt: skip
+    for block in range(whole, last, BLOCK_R):
+        grad_keys, grad_values = _keys_tile(
+            keys, values, key, q_ptr, grad_ptr, lse_ptr, delta_ptr, places_ptr, begins_ptr, block + n, last,
+            grad_keys, grad_values, scale, group, H, P, K, BLOCK_P, BLOCK_R, BLOCK_K, True,
+        )  # fmt: skip
     before = tl.load(grad_shared_ptr + key_at, mask=in_keys, other=0.0)
     tl.store(grad_shared_ptr + key_at, before + grad_keys * scale, mask=in_keys)
     before = tl.load(grad_shared_ptr + key_at + G * K, mask=in_keys, other=0.0)

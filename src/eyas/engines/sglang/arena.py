@@ -1,8 +1,9 @@
 """The arena: a file in shared memory that a server's plugin writes into, and who has which part of it.
 
 The file is allocated to the last page before anybody writes: a page that is missing later would end the server by a
-signal, in the middle of a batch. It is locked as long as its owner lives, so a left-over is known by its lock and not
-by a process number, which other containers count differently.
+signal, in the middle of a batch. Its name goes as soon as both sides have it mapped: its memory ends with them then,
+however they end. Until then it is locked, so that a left-over is known by its lock and not by a process number, which
+other containers count differently.
 """
 
 from __future__ import annotations
@@ -93,6 +94,10 @@ class Arena:
                 f"{MORE}; or less by {VARIABLE}",
             ) from error
 
+    def hide(self) -> None:
+        """Remove the file's name; whoever has it mapped keeps it."""
+        self.path.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Remove the file and give its memory back, as far as nobody else has it mapped. Safe to call twice.
 
@@ -100,7 +105,7 @@ class Arena:
         """
         if self._fd < 0:
             return
-        self.path.unlink(missing_ok=True)
+        self.hide()
         if self._map is not None:
             self.memory.release()
             self._map.close()

@@ -23,7 +23,8 @@ from eyas.engines.generate import check_request
 from eyas.engines.sglang import collector, preflight, wire
 from eyas.engines.sglang.client import Reply
 from eyas.engines.sglang.flight import Attempt, Flight, Outcome
-from eyas.engines.sglang.session import Answered, Keeper, Wanted
+from eyas.engines.sglang.launch import Wanted
+from eyas.engines.sglang.session import Answered, Keeper
 from eyas.errors import CaptureError, EyasError, ServerError
 from eyas.plan.identity import engine_version
 from eyas.plan.interpreter import sglang_versions

@@ -40,19 +40,34 @@ class Gpu:
 
 
 def gpus() -> list[Gpu]:
-    """The devices of this machine; empty without a driver."""
+    """The devices that this process may use, by ``CUDA_VISIBLE_DEVICES``; empty without a driver."""
     if shutil.which("nvidia-smi") is None:
         return []
-    query = "--query-gpu=name,compute_cap,driver_version,memory.total"
+    query = "--query-gpu=name,compute_cap,driver_version,memory.total,uuid"
     done = subprocess.run(
         ["nvidia-smi", query, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=False, timeout=60
     )
-    found = []
+    found: dict[str, Gpu] = {}
     for line in done.stdout.splitlines():
         parts = [part.strip() for part in line.split(",")]
-        if len(parts) == 4 and parts[3].isdecimal():
-            found.append(Gpu(parts[0], float(parts[1]), parts[2], int(parts[3]) << 20))
-    return found
+        if len(parts) == 5 and parts[3].isdecimal():
+            found[parts[4]] = Gpu(parts[0], float(parts[1]), parts[2], int(parts[3]) << 20)
+    return _visible(found)
+
+
+def _visible(found: Mapping[str, Gpu]) -> list[Gpu]:
+    """Those of ``CUDA_VISIBLE_DEVICES``, which names numbers or beginnings of UUIDs; what follows an unknown one counts not."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None or "MIG-" in text:  # parts of a device are none of nvidia-smi's lines
+        return list(found.values())
+    chosen = []
+    for word in (word.strip() for word in text.split(",")):
+        by_number = list(found.values())[int(word) : int(word) + 1] if word.isdecimal() else []
+        match = by_number or [gpu for uuid, gpu in found.items() if word and uuid.startswith(word)]
+        if len(match) != 1:
+            break
+        chosen += match
+    return chosen
 
 
 def check_attention(backend: str | None, capability: float, model_type: str) -> str | None:
@@ -120,7 +135,7 @@ ARGUMENTS_VARIABLE = "EYAS_SGLANG_ARGS"
 HARMLESS = frozenset({
     "base-gpu-id", "context-length", "crash-dump-folder", "cuda-graph-bs-decode", "cuda-graph-max-bs-decode", "disable-cuda-graph",
     "disable-custom-all-reduce", "disable-overlap-schedule", "dist-init-addr", "dist-timeout", "download-dir",
-    "enable-metrics", "enable-p2p-check", "gpu-id-step", "log-level", "log-level-http", "max-queued-requests",
+    "enable-metrics", "enable-p2p-check", "enforce-disable-flashinfer-allreduce-fusion", "gpu-id-step", "log-level", "log-level-http", "max-queued-requests",
     "max-total-tokens", "mem-fraction-static", "nccl-port", "numa-node", "skip-server-warmup", "soft-watchdog-timeout",
     "watchdog-timeout", "weight-loader-disable-mmap",
 })  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -22,6 +23,7 @@ from eyas.errors import ServerError
 LOGS = Path(".eyas/sglang")
 LOG_LINES = 15
 GRACE_S = 10.0
+FIRST_PORT, NUM_PORTS, PORT_TRIES, GRPC_ABOVE = 20_000, 10_000, 100, 10_000
 WATCHER = 'read -r _; kill -s KILL -- "-$0" 2>/dev/null'
 """The pipe's other end is this process; nothing is ever written into it."""
 
@@ -120,10 +122,23 @@ def _group_and_state(process: Path) -> tuple[int, bool]:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """A port of this host that nobody has now, nor the one 10,000 above it, where SGLang 0.5.14 puts gRPC.
+
+    Below what systems give to outgoing connections (from 32,768), and so low that the second stays below 65,536.
+    """
+    for _ in range(PORT_TRIES):
+        port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
+        with socket.socket() as first, socket.socket() as second:
+            try:
+                first.bind(("127.0.0.1", port))
+                second.bind(("127.0.0.1", port + GRPC_ABOVE))
+            except OSError:
+                continue
+            return port
+    raise ServerError(
+        f"no free port for a server: {PORT_TRIES} between {FIRST_PORT} and {FIRST_PORT + NUM_PORTS} are taken",
+        hint="ss -ltn",
+    )
 
 
 def reserve(port: int) -> socket.socket | None:

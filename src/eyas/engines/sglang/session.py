@@ -13,27 +13,21 @@ import contextlib
 import os
 import queue
 import secrets
-import shlex
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from eyas import config, console
-from eyas.contracts import TargetIdentity
-from eyas.engines.boundaries import layer_ids
-from eyas.engines.sglang import preflight, versions, wire
+from eyas.engines.sglang import attached, preflight, wire
 from eyas.engines.sglang.arena import Arena, arena_bytes, free_shm_bytes
 from eyas.engines.sglang.client import Client, Reply, is_url
 from eyas.engines.sglang.collector import Closed, Link, Pulse
+from eyas.engines.sglang.launch import URL_VARIABLE, Wanted, command, environment, key_arguments
 from eyas.engines.sglang.server import LOGS, PluginFolder, Server, free_port, reserve
 from eyas.errors import ServerError
 from eyas.plan.interpreter import sglang_python
 
-URL_VARIABLE = "EYAS_SGLANG_URL"
 KEY_VARIABLE = "EYAS_SGLANG_API_KEY"
-CPU_POOL_TOKENS = 16384
 BACKOFF_S = (1.0, 5.0, 15.0)
 """Before each restart without a finished request between; then the run ends."""
 LOOK_S = 0.2
@@ -51,89 +45,6 @@ class Answered:
 
 
 Event = Answered | wire.Message | Closed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What a session is for."""
-
-    target: TargetIdentity
-    folder: Path
-    boundaries: tuple[int, ...]
-    """Empty for a server that only writes answers."""
-    dtype: str
-    device: str
-    version: str
-    """Of sglang."""
-    options: dict[str, str | int]
-    trust_remote_code: bool = False
-    label: str = ""
-    """Begins the names of its logs, where several engines run in one folder."""
-    drafting: tuple[str, ...] = ()
-    """``versions.drafting_arguments`` of a server that drafts; such a one captures nothing."""
-
-    @property
-    def layout(self) -> wire.Layout:
-        """Of a sample in the arena."""
-        return wire.Layout(len(self.boundaries), self.target.hidden_size, self.dtype)
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The boundaries in SGLang's spelling."""
-        target = self.target
-        return layer_ids(self.boundaries, "sglang", model_type=target.model_type, num_layers=target.num_layers)
-
-
-def command(wanted: Wanted, python: str, port: int, num_tokens: int = 0, capability: float = 0.0) -> list[str]:
-    """Program and arguments of a server.
-
-    Args:
-        wanted: What it is for.
-        python: Interpreter.
-        port: Of this machine alone.
-        num_tokens: Of the longest request.
-        capability: Of the GPU; 0 on a CPU, and where it is not known.
-    """
-    options = dict(wanted.options)
-    named = options.pop("attention_backend", None)
-    attention = None if named is None else str(named)
-    if wanted.device != "cpu":
-        attention = preflight.check_attention(attention, capability, wanted.target.model_type)
-    numbers: dict[str, Any] = {name: int(value) for name, value in options.items()}
-    arguments = versions.server_arguments(
-        wanted.version,
-        versions.ServerOptions(
-            model_path=str(wanted.folder.resolve()),
-            port=port,
-            device=wanted.device,
-            dtype=wanted.dtype,
-            attention_backend=attention,
-            max_total_tokens=max(CPU_POOL_TOKENS, num_tokens + 1024) if wanted.device == "cpu" else None,
-            decode=not wanted.boundaries,
-            further=[
-                *(["--trust-remote-code"] if wanted.trust_remote_code else []),
-                *wanted.drafting,
-                *preflight.more_arguments(),
-            ],
-            **numbers,
-        ),
-    )
-    return [python, "-m", "sglang.launch_server", *arguments]
-
-
-def environment(wanted: Wanted, plugin_folder: Path, socket_path: Path) -> dict[str, str]:
-    """Variables that a server needs beside this process' own."""
-    python_path = os.pathsep.join(filter(None, [str(plugin_folder), os.environ.get("PYTHONPATH", "")]))
-    found = {"PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if wanted.device == "cpu":
-        shim = plugin_folder / "eyas/engines/sglang/cpu_shim"
-        found |= versions.cpu_environment(str(shim), python_path, int(wanted.options.get("tp_size", 1)))
-    if wanted.boundaries:
-        found |= {
-            wire.SOCKET_VARIABLE: str(socket_path),
-            wire.LAYERS_VARIABLE: str(list(wanted.layers)),
-        }
-    return found
 
 
 class Session:
@@ -197,7 +108,7 @@ class Session:
         while (held := reserve(port)) is None:
             port = free_port()
         self._stack.callback(held.close)
-        arguments = [*command(wanted, python, port, self.longest, capability), "--api-key", key]
+        arguments = [*command(wanted, python, port, self.longest, capability), *key_arguments(key, folder.path)]
         variables = os.environ | environment(wanted, folder.path, socket_path)
         self.server = Server(arguments, variables, LOGS / f"{wanted.label}server-{self.num_log}.log")
         console.log(f"sglang: {wanted.version} starts (process {self.server.pid}), log {self.server.log}")
@@ -250,9 +161,12 @@ class Session:
             options=wanted.options,
         )
         preflight.check_hello(self.hello, expected)
+        if self.server is None:
+            attached.check(self.hello, wanted.target, wanted.folder)
         preflight.check_longest(self.longest, self.hello.server_args, context)
         self.longest_prompt = preflight.longest_prompt(self.hello.server_args, context)
         self.link.attach(self.arena, self.nonce)
+        self.arena.hide()
 
     def _put(self, event: Event) -> None:
         if isinstance(event, Closed):
@@ -389,17 +303,3 @@ class Keeper:
                 reason = error.message
             else:
                 return
-
-
-def attach_command(wanted: Wanted, python: str, socket_path: str, port: int) -> str:
-    """What a user types to start a server that eyas can attach to, and eyas with it."""
-    folder = Path(__file__).parents[3]
-    variables = environment(wanted, folder, Path(socket_path))
-    capability = min((gpu.capability for gpu in preflight.gpus()), default=0.0) if wanted.device != "cpu" else 0.0
-    started: Sequence[str] = command(wanted, python, port, capability=capability)
-    set_them = [f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items())]
-    server = " \\\n  ".join([*set_them, shlex.join(started)])
-    return (
-        f"# the server; its python needs eyas: {python} -m pip install --no-deps -e .\n{server}\n\n# and then eyas\n"
-        f"{URL_VARIABLE}=http://127.0.0.1:{port} {wire.SOCKET_VARIABLE}={shlex.quote(socket_path)} make extract"
-    )

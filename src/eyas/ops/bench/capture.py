@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import os
-import random
 import shutil
 import sys
 import time
@@ -27,87 +26,22 @@ from typing import Any
 import torch
 
 from eyas import config, console, fs
-from eyas.contracts import CaptureIdentity, EngineFacts, FinalNorm, TargetIdentity, TokenSample
+from eyas.contracts import CaptureIdentity, EngineFacts, TargetIdentity, TokenSample
 from eyas.conversations.generation import Generated, GenerateRequest
 from eyas.engines.base import CapturedSample
 from eyas.engines.loop import ExtractLimits, extract
 from eyas.engines.sglang.engine import SglangEngine
 from eyas.engines.sglang.session import Answered
+from eyas.ops.bench.random_target import BOUNDARIES, SHAPES, identity, make_samples, make_target
 from eyas.plan.build import build_plan
 from eyas.plan.identity import engine_version
 from eyas.rows import stored_rows
 from eyas.shards.codecs import make_codec
 from eyas.shards.encode import Encoder
 
-SHAPES = {
-    "8b": {
-        "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192,
-    },
-    "tiny": {
-        "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048,
-    },
-}  # fmt: skip
-BOUNDARIES = {"8b": (2, 16, 29), "tiny": (1, 3, 5)}
-LOG_MEAN, LOG_SIGMA = 7.15, 0.6
-"""Of the samples' lengths: about 1,500 tokens."""
 COPY_BYTES, DISK_BYTES, DISK_THREADS, MATRIX = 1 << 30, 1 << 30, 4, 8192
 ENCODE_ROWS, ENCODE_SAMPLES = 1500, 20
 REPORT = Path("reports/bench/capture.json")
-
-
-def make_target(folder: Path, shape: dict[str, Any], device: str) -> None:
-    """A Llama of random weights in transformers' layout; norm gains differ from 1, so that a missing norm shows."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    llama = LlamaConfig(
-        **shape, rms_norm_eps=1e-5, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-    )  # fmt: skip
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            model = LlamaForCausalLM(llama)
-    finally:
-        torch.set_default_dtype(before)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
-    model.save_pretrained(folder, max_shard_size="4GB")
-    written = json.loads((folder / "config.json").read_text())
-    written["rope_theta"] = 500_000.0  # where older readers look for it
-    fs.write_text(folder / "config.json", json.dumps(written, indent=1))
-
-
-def identity(shape: dict[str, int]) -> TargetIdentity:
-    """Of a target that nobody fetched: sizes are true, hashes are none."""
-    return TargetIdentity(
-        source="random:llama", revision="0" * 64, files=(), architecture="LlamaForCausalLM", model_type="llama",
-        num_layers=shape["num_hidden_layers"], hidden_size=shape["hidden_size"], vocab_size=shape["vocab_size"],
-        max_position_embeddings=shape["max_position_embeddings"], tie_word_embeddings=False, dtype="bfloat16",
-        final_norm=FinalNorm(kind="rms_norm", eps=1e-5, weight_offset=0.0, num_zero_scales=0), eos_token_ids=(2,),
-        tokenizer_sha256="0" * 64, chat_template_sha256="0" * 64,
-    )  # fmt: skip
-
-
-def make_samples(num_tokens: int, shape: dict[str, int]) -> dict[str, TokenSample]:
-    """Samples of random ids, of log-normal lengths up to half of the context."""
-    dice, longest, samples, total = random.Random(5), shape["max_position_embeddings"] // 2, {}, 0  # noqa: S311
-    while total < num_tokens:
-        length = max(32, min(longest, int(dice.lognormvariate(LOG_MEAN, LOG_SIGMA))))
-        name = f"{len(samples):016x}"
-        ids = tuple(dice.randrange(3, shape["vocab_size"]) for _ in range(length))
-        masked = length // 4
-        samples[name] = TokenSample(
-            sample_id=name, conversation_id=name, source="random", split="train", variant="greedy", input_ids=ids,
-            loss_mask=(0,) * masked + (1,) * (length - masked),
-        )  # fmt: skip
-        total += length
-    return samples
 
 
 class Opened:
@@ -137,6 +71,13 @@ class Opened:
     def describe(self) -> EngineFacts:
         """As the engine does."""
         return self._engine.describe()
+
+
+def open_for(engine: SglangEngine, samples: Sequence[TokenSample]) -> None:
+    """Open an engine with room for the longest sample and announce none: what is announced is sent ahead."""
+    engine.announce(())
+    engine.keeper.longest, engine.keeper.total_bytes = max(len(sample.input_ids) for sample in samples), 1 << 62
+    engine.open()
 
 
 def prefill(engine: SglangEngine, samples: Sequence[TokenSample], label: str) -> float:
@@ -184,7 +125,7 @@ def store(
     identity_of = CaptureIdentity(
         target=target.digest, tokens="0" * 64, boundaries=BOUNDARIES[args.shape], final_hidden="post_norm",
         dtype="bfloat16", codec=args.codec, engine="sglang", engine_version=engine_version("sglang"),
-        engine_options={}, image="", shard_bytes=args.shard_bytes, batch_tokens=16_384, revision=2, last_rows="all",
+        engine_options={}, image="", shard_bytes=args.shard_bytes, batch_tokens=16_384, revision=3, last_rows="all",
     )  # fmt: skip
     lengths = [(name, len(sample.input_ids)) for name, sample in samples.items()]
     plan = build_plan(lengths, identity_of, target.hidden_size)
@@ -229,6 +170,7 @@ def _encode_rate() -> float:
     """GB of bf16 states per second through the lossless codec, nothing else running."""
     states_TAD = torch.randn(ENCODE_ROWS, 4, 4096).bfloat16()
     rows = stored_rows((1,) * ENCODE_ROWS, "all")
+    make_codec("blosc2", None).encode(states_TAD[:16, 3].contiguous(), 3)  # what a process does once
     begin_s = time.perf_counter()
     with Encoder(make_codec("blosc2", None)) as encoder:
         encoded = [encoder.encode(states_TAD[:, :3], states_TAD[:, 3], rows) for _ in range(ENCODE_SAMPLES)]
@@ -284,27 +226,23 @@ def flops_per_token(shape: dict[str, int], mean_square: float, mean: float) -> f
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every stage in turns, each stage's rate as tokens per second."""
     work: Path = args.work
-    shape, target_folder = SHAPES[args.shape], work / f"target-{args.shape}"
+    target_folder = work / f"target-{args.shape}"
     work.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"machine": machine_rates(work, args.device)}
     _say(found["machine"])
     if not (target_folder / "config.json").exists():
-        make_target(target_folder, shape, args.device)
+        make_target(target_folder, args.shape, args.device)
         if args.device == "cuda":
             torch.cuda.empty_cache()
-    target = identity(shape)
-    samples = make_samples(args.tokens, shape)
+    target = identity(args.shape)
+    samples = make_samples(args.tokens, target.vocab_size, target.max_position_embeddings)
     listed, lengths = list(samples.values()), [len(sample.input_ids) for sample in samples.values()]
-    named = dict(pair.split("=", 1) for pair in args.option)
-    options: dict[str, Any] = {
-        name: int(value) if value.lstrip("-").isdecimal() else value for name, value in named.items()
-    }
+    options = options_of(args.option)
     engine = SglangEngine(
         target, target_folder, BOUNDARIES[args.shape], dtype="bfloat16", device=args.device, **options
     )
-    engine.announce(listed)
     begin_s = time.perf_counter()
-    engine.open()
+    open_for(engine, listed)
     found["start_s"] = time.perf_counter() - begin_s
     _say({"start_s": found["start_s"]})
     try:
@@ -321,6 +259,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def options_of(pairs: Sequence[str]) -> dict[str, Any]:
+    """Engine options out of ``NAME=VALUE``."""
+    named = dict(pair.split("=", 1) for pair in pairs)
+    return {name: int(value) if value.lstrip("-").isdecimal() else value for name, value in named.items()}
+
+
 def _in_turns(
     engine: SglangEngine, samples: dict[str, TokenSample], target: TargetIdentity, args: argparse.Namespace
 ) -> tuple[list[tuple[str, float]], float]:
@@ -328,6 +272,7 @@ def _in_turns(
     listed, share, runs = list(samples.values()), 1.0, list[tuple[str, float]]()
     num_tokens = sum(len(sample.input_ids) for sample in listed)
     for number, mode in enumerate(args.modes.split(",")):
+        process_s, thread_s = time.process_time(), time.thread_time()
         if mode == "prefill":
             runs.append((mode, prefill(engine, listed, f"prefill-{number}")))
         elif mode == "capture":
@@ -338,7 +283,8 @@ def _in_turns(
             shutil.rmtree(folder)
             share = stored["bytes"] / stored["payload"]
             runs.append((mode, stored["seconds"]))
-        _say({mode: num_tokens / runs[-1][1]})
+        cpu_s = {"cpu_s": time.process_time() - process_s, "of_the_loop": time.thread_time() - thread_s}
+        _say({mode: num_tokens / runs[-1][1]} | cpu_s)
     return runs, share
 
 
@@ -376,7 +322,9 @@ def main() -> None:
     parser.add_argument("--modes", default="prefill,capture,store,prefill,capture,store,prefill")
     parser.add_argument("--codec", choices=("blosc2", "raw"), default="blosc2")
     parser.add_argument("--shard-bytes", type=int, default=256 << 20)
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="engine option")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="engine option, as tp_size=2"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--work", type=Path, required=True, help="folder on the disk to measure; 35 GB for 8b")
     args = parser.parse_args()

@@ -5,6 +5,8 @@ One request runs at a time (``max_running_requests: 1``), so that states are equ
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import random
@@ -174,6 +176,16 @@ def _abort(session: Session) -> None:
     urllib.request.urlopen(request, timeout=30).close()  # noqa: S310 - our own server
 
 
+def _poison(session: Session) -> None:
+    """Somebody else's request, past our checks; the server may be gone before it says a word."""
+    body = {"input_ids": [5, 10_000_000], "sampling_params": {"max_new_tokens": 1}}
+    request = urllib.request.Request(  # noqa: S310 - our own server
+        f"{session.client.url}/generate", json.dumps(body).encode(), session.client.headers
+    )
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        urllib.request.urlopen(request, timeout=30).close()  # noqa: S310 - our own server
+
+
 def _compared(done: str, change: Callable[[Sequence[TokenSample]], list[TokenSample]]) -> Fault:
     """Other samples, each compared with the same ids captured alone in the undisturbed run."""
 
@@ -225,5 +237,6 @@ FAULTS: dict[str, Fault] = {
     "disconnect": _struck("every connection of the client shut", lambda session: session.client.hang_up()),
     "kill_http": _struck("kill -9 of the HTTP process", _kill_http),
     "kill_scheduler": _struck("kill -9 of the scheduler", _signal_scheduler(signal.SIGKILL)),
+    "poison": _struck("another client sends an id outside of the vocab: the whole server dies", _poison),
     "stop_scheduler": _struck(f"SIGSTOP of the scheduler, watchdog {WATCHDOG_S} s", _signal_scheduler(signal.SIGSTOP)),
 }

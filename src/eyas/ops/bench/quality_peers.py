@@ -182,25 +182,25 @@ def train_all(peers: dict[str, Peer], runs: Sequence[PeerRun], jobs: int) -> Ite
     """Train every run, each variant and seed in a process of its own, ``jobs`` of them side by side.
 
     Raises:
-        EyasError: A process failed; what the others trained was given before.
+        EyasError: Processes failed, each named; what the others trained was given before.
     """
     grouped: dict[tuple[str, str, int], list[PeerRun]] = {}
     for run in runs:
         grouped.setdefault((run.variant.peer, run.variant.name, run.seed), []).append(run)
-    groups, failed = list(grouped.values()), None
+    groups, failed = list(grouped.values()), list[EyasError]()
     with ThreadPoolExecutor(jobs) as pool:
         trained = [(group, pool.submit(peers[group[0].variant.peer].train, group)) for group in groups]
         for group, future in trained:
             try:
                 results = future.result()
             except EyasError as error:
-                failed = error
+                failed.append(error)
                 continue
             for run, (drafter, facts) in zip(group, results, strict=True):
                 console.log(f"bench: {run.variant.peer}, {run.variant.name}, {run.budget}, seed {run.seed}: trained")
                 yield run, drafter, facts
-    if failed is not None:
-        raise failed
+    if failed:
+        raise EyasError("\n".join(error.message for error in failed), "; ".join(error.hint or "" for error in failed))
 
 
 def to_drafter(tensors: dict[str, torch.Tensor], run: PeerRun, setup: Setup) -> Drafter:

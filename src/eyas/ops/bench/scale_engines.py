@@ -22,7 +22,7 @@ from eyas.engines.ray.driver import WORKERS_VARIABLE, Finish, RayExecutor
 from eyas.engines.ray.spec import EngineSpec
 from eyas.engines.registry import make_engine
 from eyas.fs import tree_digests
-from eyas.ops.bench.capture import BOUNDARIES, SHAPES, identity, make_samples, make_target
+from eyas.ops.bench.random_target import BOUNDARIES, SHAPES, identity, make_samples, make_target
 from eyas.plan.build import build_plan
 from eyas.plan.identity import engine_version
 
@@ -45,13 +45,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     folder = args.work / f"target-{shape}"
     args.work.mkdir(parents=True, exist_ok=True)
     if not (folder / "config.json").exists():
-        make_target(folder, SHAPES[shape], args.device)
+        make_target(folder, shape, args.device)
     _free_device(args.device)
-    samples = make_samples(args.tokens, SHAPES[shape])
+    samples = make_samples(args.tokens, SHAPES[shape]["vocab_size"], SHAPES[shape]["max_position_embeddings"])
     named = dict(pair.split("=", 1) for pair in args.option)
     options = {name: int(value) if value.lstrip("-").isdecimal() else value for name, value in named.items()}
     spec = EngineSpec(
-        name=args.engine, target=identity(SHAPES[shape]), folder=folder.resolve(), boundaries=BOUNDARIES[shape],
+        name=args.engine, target=identity(shape), folder=folder.resolve(), boundaries=BOUNDARIES[shape],
         dtype="bfloat16", device=args.device, options=options,
     )  # fmt: skip
     runs = [_run(args, spec, samples, num_workers) for num_workers in args.workers]
@@ -82,7 +82,7 @@ def _run(args: argparse.Namespace, spec: EngineSpec, samples: dict[str, Any], nu
     capture = CaptureIdentity(
         target=spec.target.digest, tokens="0" * 64, boundaries=spec.boundaries, final_hidden="post_norm",
         dtype="bfloat16", codec=args.codec, engine=spec.name, engine_version=engine_version(spec.name),
-        engine_options={}, image="", shard_bytes=args.shard_bytes, batch_tokens=16_384, revision=2, last_rows="all",
+        engine_options={}, image="", shard_bytes=args.shard_bytes, batch_tokens=16_384, revision=3, last_rows="all",
     )  # fmt: skip
     lengths = [(name, len(sample.input_ids)) for name, sample in samples.items()]
     plan = build_plan(lengths, capture, spec.target.hidden_size)

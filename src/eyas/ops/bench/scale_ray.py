@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from eyas.engines.loop import Executor, ExtractLimits, Run, extract, here
 from eyas.engines.ray.driver import WORKERS_VARIABLE, RayExecutor
 from eyas.engines.ray.spec import EngineSpec
 from eyas.engines.registry import make_engine
-from eyas.ops.bench.capture import identity
+from eyas.ops.bench.random_target import identity
 from eyas.ops.bench.ray_nodes import Nodes
 from eyas.plan.build import build_plan
 from eyas.plan.watch import Watch
@@ -103,7 +103,7 @@ def fake_case(plan: CapturePlan) -> Case:
             input_ids=tuple(dice.randrange(1000) for _ in range(length)), loss_mask=(1,) * length,
         )  # fmt: skip
     spec = EngineSpec(
-        name="fake", target=identity(KILL_SHAPE), folder=None, boundaries=(1, 3, 5), dtype="bfloat16", device="cpu",
+        name="fake", target=replace(identity("tiny"), **KILL_SHAPE), folder=None, boundaries=(1, 3, 5), dtype="bfloat16", device="cpu",
         options={},
     )  # fmt: skip
     return _case(spec, tokens, 40, batch_tokens=2048, template=plan)

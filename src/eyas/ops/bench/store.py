@@ -23,7 +23,8 @@ from eyas import fs
 from eyas.contracts import CapturePlan, ShardEntry, ShardManifest
 from eyas.ops.bench.replay import Source, manifest_of
 from eyas.rows import stored_rows
-from eyas.shards.codecs import Codec, decode_block, make_codec, tensor_bytes
+from eyas.shards.blosc import tensor_bytes
+from eyas.shards.codecs import Codec, decode_block, make_codec
 from eyas.shards.encode import Encoder
 from eyas.shards.reader import ShardReader, open_entry, open_shard, read_encoded
 from eyas.shards.writer import ShardAssembly

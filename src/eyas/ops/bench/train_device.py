@@ -31,7 +31,8 @@ from eyas.ops.bench.trainers import OURS, PEERS, PeerError, Running, eyas_versio
 
 PEER = "speculators"
 TTT_STEPS, SHARES = (3, 7), (0.75, 0.3)
-STEPS_PER_ORDER = 10
+STEPS_PER_ORDER = 30
+"""Steps that follow each other: a training waits for its device at log lines and checkpoints, not at every step."""
 SETTINGS = {"step_decay": 1.0, "lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.0, "max_grad_norm": 1.0}
 BOUNDARIES = (2, 16, 29)
 FAST = {"attention": "simple_flex_attention", "loss_implementation": "fused"}
@@ -49,7 +50,7 @@ def measure(
         scratch: Weights, packs and jobs go below it: 7 GB.
         environments: Environments of peers, kept between runs.
         peers: Of them speculators is measured; one that cannot run is left out with a line that says why.
-        num_rounds: Rounds that count, of ten steps per pack.
+        num_rounds: Rounds that count, of ``STEPS_PER_ORDER`` steps per pack.
         record: Gets what is known after each number of TTT steps.
         device: ``cuda``; tests take ``cpu``.
 

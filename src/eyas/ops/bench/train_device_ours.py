@@ -16,6 +16,7 @@ from eyas.ops.bench.peers.protocol import Step, serve
 from eyas.ops.bench.train_ours import make_drafter, rows_of_speculators
 from eyas.ops.bench.train_step import Step as TrainStep
 from eyas.train.data import FILL_MULTIPLE
+from eyas.train.loop import MEASURE_EVERY
 
 
 def make_pack(path: str, ttt_steps: int) -> Pack:
@@ -40,9 +41,10 @@ def make(job: dict[str, Any]) -> Step:
     num_tokens = [sum(span.end - span.start for span in pack.documents) for pack in packs]
 
     def step(number: int) -> tuple[int, float | None]:
-        which = pack_number(job, number)
+        which, takes = pack_number(job, number), takes_loss(job, number)
         with matmul_dtype("bfloat16"):
-            return num_tokens[which], train(which, job["lr"], measure=takes_loss(job, number))
+            measured = train(which, job["lr"], measure=takes or number % MEASURE_EVERY == MEASURE_EVERY - 1)
+        return num_tokens[which], measured.total(1.0) if measured and takes else None
 
     return step
 

@@ -17,7 +17,8 @@ from eyas.canonical import digest
 from eyas.config import Params
 from eyas.contracts import CheckpointMeta, ExportMeta, TargetIdentity
 from eyas.engines.sglang import versions
-from eyas.engines.sglang.session import URL_VARIABLE, Session, Wanted
+from eyas.engines.sglang.launch import URL_VARIABLE, Wanted
+from eyas.engines.sglang.session import Session
 from eyas.errors import ConfigError, ExportError
 from eyas.ops.serve.figures import Pair, figures
 from eyas.ops.serve.measure import Pass, make_requests, run_pass
