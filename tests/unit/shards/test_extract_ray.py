@@ -167,6 +167,17 @@ def test_a_node_with_another_engine_is_refused(case, on_threads):
         run_on(case)
 
 
+def test_a_node_with_another_eyas_is_refused(case, on_threads):
+    """Somebody pulled while a run went on: a worker that was hired later would write other bytes."""
+
+    def edit(name, news):
+        return dataclasses.replace(news, ready=news.ready and dataclasses.replace(news.ready, host="n7", code="other"))
+
+    on_threads.edit = staticmethod(edit)
+    with pytest.raises(StoreError, match="node n7 runs another eyas"):
+        run_on(case)
+
+
 def test_a_node_that_does_not_see_the_volume_is_refused(case, on_threads, monkeypatch):
     hire = on_threads.hire
 
