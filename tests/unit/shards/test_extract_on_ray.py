@@ -72,8 +72,10 @@ def test_nodes_and_workers_are_killed_and_join(tmp_path, whole):
     assert case.hashes() == whole
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_driver_that_ends_leaves_nothing_behind_and_its_work_goes_on(tmp_path, whole, number):
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+def test_a_driver_that_ends_leaves_nothing_behind_and_its_work_goes_on(tmp_path, whole, number, code):
     case = large_case(tmp_path)
     journal = case.spool / "journal.jsonl"
     mark = f"{MARK}={number.value}-{os.getpid()}"
@@ -86,7 +88,7 @@ def test_a_driver_that_ends_leaves_nothing_behind_and_its_work_goes_on(tmp_path,
         time.sleep(0.02)
     os.killpg(driver.pid, number) if number == signal.SIGINT else driver.send_signal(number)
     driver.communicate(timeout=120)
-    assert driver.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    assert driver.returncode == code
     deadline_s = time.monotonic() + 60
     while (left := marked(mark)) and time.monotonic() < deadline_s:
         time.sleep(0.2)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +69,8 @@ class Cluster:
             settings |= {"include_dashboard": False, "object_store_memory": STORE_BYTES}
         try:
             _knock(self.address)
-            ray.init(address=self.address or "local", **settings)
+            with _own_sigterm():
+                ray.init(address=self.address or "local", **settings)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             reason = str(error).strip().split("\n")[0]
             where = f"the Ray cluster at {self.address} is not reached" if self.address else "Ray does not start here"
@@ -182,6 +185,17 @@ class Cluster:
 
 def _address() -> str:
     return next(filter(None, map(os.environ.get, ADDRESS_VARIABLES)), "")
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Ray sets a handler of its own, which ends this process by another code than Ctrl-C's way out."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _knock(address: str) -> None:
