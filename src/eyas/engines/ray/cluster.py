@@ -71,7 +71,7 @@ class Cluster:
             _knock(self.address)
             with _own_sigterm():
                 ray.init(address=self.address or "local", **settings)
-        except Exception as error:  # noqa: BLE001 - Ray raises bare ones: a node that was too slow to start, say
+        except Exception as error:  # Ray raises bare ones: a node that was too slow to start, say
             ray.shutdown()
             reason = str(error).strip().split("\n")[0]
             where = f"the Ray cluster at {self.address} is not reached" if self.address else "Ray does not start here"

@@ -2,8 +2,9 @@
 
 ``hashes``: real samples through transformers, here and with 1, 2 and 4 workers. ``kills``: the fake engine, so that a run
 takes seconds, while workers and nodes are killed at random. ``overhead``: real samples, here and with one worker in
-turns; counted is the time in which the engine works, from open to the last shard, with the CPU time of every process of
-ours and of Ray's in it. Starting Ray and a worker is not in it and stands beside it.
+turns; counted is the CPU time from the open engine to the last shard, of driver and worker and of Ray's own processes,
+which take some all the time: on a busy machine, where the same work takes longer, more of it. Starting Ray and a worker is
+not in it and stands beside it.
 """
 
 from __future__ import annotations
@@ -197,26 +198,23 @@ def _strike(
 
 @dataclass(slots=True)
 class _Meter:
-    """CPU seconds of this process and everything below it, noted all the while."""
+    """CPU seconds of this process and its workers, and of Ray's own processes, noted all the while."""
 
-    notes: list[tuple[float, float]] = field(default_factory=list)
+    notes: list[tuple[float, tuple[float, float]]] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
 
     def work(self) -> None:
         while not self.ended.wait(TICK_S):
             self.notes.append((time.monotonic(), _tree_cpu_s(os.getpid())))
 
-    def between(self, begin_s: float, end_s: float) -> float:
+    def between(self, begin_s: float, end_s: float) -> dict[str, float]:
         """CPU seconds from one moment to another."""
-
-        def at(moment_s: float) -> float:
-            return min(self.notes, key=lambda note: abs(note[0] - moment_s))[1]
-
-        return at(end_s) - at(begin_s)
+        begin, end = (min(self.notes, key=lambda note: abs(note[0] - at_s))[1] for at_s in (begin_s, end_s))
+        return {"cpu_s": end[0] - begin[0], "daemons_cpu_s": end[1] - begin[1]}
 
 
-def _tree_cpu_s(root: int) -> float:
-    """Of a process and all below it, those that ended included."""
+def _tree_cpu_s(root: int) -> tuple[float, float]:
+    """Of a process and the workers below it, and of everything else below it: Ray's own processes."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -230,7 +228,16 @@ def _tree_cpu_s(root: int) -> float:
     while grew:
         more = {pid for pid, parent in parents.items() if parent in below} - below
         below, grew = below | more, bool(more)
-    return sum(ticks.get(pid, 0) for pid in below) / os.sysconf("SC_CLK_TCK")
+    working = {pid for pid in below if pid == root or b"ray::Worker" in _command(pid)}
+    second = os.sysconf("SC_CLK_TCK")
+    return tuple(sum(ticks.get(pid, 0) for pid in pids) / second for pids in (working, below - working))  # type: ignore[return-value]
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def overhead(work: Path, root: Path) -> dict[str, Any]:
@@ -245,8 +252,10 @@ def overhead(work: Path, root: Path) -> dict[str, Any]:
     def middle(key: str, is_ray: bool) -> float:
         return statistics.median(row[key] for row in rows if bool(row["is_ray"]) is is_ray)
 
+    local_s = middle("cpu_s", False)
     return {
-        "ray_overhead": middle("cpu_s", True) / middle("cpu_s", False) - 1,
+        "ray_overhead": (middle("cpu_s", True) + middle("daemons_cpu_s", True)) / local_s - 1,
+        "ray_overhead_without_daemons": middle("cpu_s", True) / local_s - 1,
         "ray_overhead_wall": middle("wall_s", True) / middle("wall_s", False) - 1,
         "ray_start_s": middle("start_s", True), "local_start_s": middle("start_s", False),
         "overhead_rows": rows, "overhead_tokens": case.plan.num_tokens, "machine": config.machine(),
@@ -280,7 +289,7 @@ def _timed(case: Case, work: Path, is_ray: bool) -> dict[str, float]:
     meter.ended.set()
     thread.join()
     ready_s, end_s = marks
-    return {"start_s": ready_s - begin_s, "wall_s": end_s - ready_s, "cpu_s": meter.between(ready_s, end_s)}
+    return {"start_s": ready_s - begin_s, "wall_s": end_s - ready_s, **meter.between(ready_s, end_s)}
 
 
 def _ended_at(executor: Executor, ray: RayExecutor, marks: list[float], is_ray: bool) -> Executor:
