@@ -30,7 +30,7 @@ from eyas.engines.ray.spec import PROOF, EngineSpec, Lost, News, Ready, WorkerSp
 from eyas.engines.ray.worker import THREADS, code_digest, kernel
 from eyas.errors import EyasError, ServerError, StoreError
 from eyas.plan.watch import Watch
-from eyas.shards.reader import check_identity, read_header
+from eyas.shards.opening import check_identity, read_header
 from eyas.shards.verify import verify_file
 from eyas.shards.writer import LOOK_BYTES, FinishedShard
 
@@ -251,7 +251,7 @@ class _Driver:
             path, identity = self._incoming / name / entry.path, self._run.spool.identity
             ready = self._ready.get(name)
             if ready is None or ready.is_copying or ready.kernel != kernel():
-                for finding in verify_file(path, entry, identity):
+                for finding in verify_file(path, entry, identity)[1]:
                     raise StoreError(finding.problem)
             header, size_bytes = read_header(path, entry.path)
             check_identity(header, identity, entry.path)

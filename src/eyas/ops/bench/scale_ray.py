@@ -40,8 +40,8 @@ from eyas.target.locate import ensure
 from eyas.tokens.dataset import iter_tokens
 
 COUNTS = (1, 2, 4)
-HASH_TOKENS, HASH_SHARDS = 2_000, 12
-OVERHEAD_TOKENS, OVERHEAD_SHARDS, OVERHEAD_ROUNDS = 12_000, 8, 2
+HASH_TOKENS, HASH_SHARDS = 6_000, 12
+OVERHEAD_TOKENS, OVERHEAD_SHARDS, OVERHEAD_ROUNDS = 24_000, 8, 2
 KILL_SHAPE = {"num_layers": 6, "hidden_size": 512, "vocab_size": 1000, "max_position_embeddings": 4096}
 KILL_SAMPLES, KILL_NODES, MOST_KILLS, NODE_SHARE = 240, 2, 3, 0.34
 TICK_S = 0.1
