@@ -92,7 +92,7 @@ else
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary experiments doctor verify repair \
 	budget generations retire keep gc-plan gc adopt train-from export-states import-states check-export import-drafter bench-store bench-gc bench-train \
-	bench-train-quality bench-capture bench-ranks bench-faults parity serve-bench check test test-slow test-gpu test-kernels test-sglang \
+	bench-train-quality bench-capture bench-ranks bench-scale bench-faults parity serve-bench check test test-slow test-gpu test-kernels test-sglang \
 	test-sglang-quick test-vllm setup-sglang setup-vllm lock lock-check clean pins image image-check image-push sbom shell bench-train-gpus push pull \
 	test-remotes
 
@@ -190,6 +190,8 @@ bench-train-gpus: $(READY) ## The trainer on one GPU and on two of this host: sp
 	@python -m eyas.ops.bench.train_gpus $(ARGS)
 bench-capture: $(READY) ## What capturing costs SGLang on this GPU (ARGS='--device cpu': a tiny model); reports/bench/capture.json
 	python -m eyas.ops.bench.capture --work .eyas/bench/capture $(ARGS)
+bench-scale: $(READY) ## Extraction on a Ray cluster of this machine (pip install 'eyas[ray]'): hashes, 50 runs with kills, overhead; reports/bench/scale.json
+	python -m eyas.ops.bench.scale --work .eyas/bench/scale $(ARGS)
 bench-ranks: $(READY) ## Capture on one GPU and on two, states and speed (ARGS='--device cpu': two cores); reports/bench/ranks.json
 	python -m eyas.ops.bench.ranks --work .eyas/bench/capture $(ARGS)
 bench-faults: $(READY) ## A real SGLang made to fail in ten ways, every byte compared; ten minutes; reports/bench/faults.json

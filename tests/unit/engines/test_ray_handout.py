@@ -61,6 +61,10 @@ def test_lost_shards_go_out_first_and_alone():
     assert handout.next_for("c") is None  # a suspect has nothing beside it
     handout.finished("c", shards[0].path)
     assert give_all(handout, "c") == [shards[1].path]
+    handout.begun("c", [shards[1].path])
+    assert handout.next_for("c") is None  # the next one is no suspect, and waits all the same
+    handout.finished("c", shards[1].path)
+    assert give_all(handout, "c") == [shards[3].path]
 
 
 def test_a_shard_that_ends_every_worker_ends_the_run_by_its_name_and_no_other_is_blamed():

@@ -27,7 +27,7 @@ from eyas.engines.pipeline import check_failures, num_writers
 from eyas.engines.ray.cluster import Cluster
 from eyas.engines.ray.handout import Handout
 from eyas.engines.ray.spec import PROOF, EngineSpec, Lost, News, Ready, WorkerSpec
-from eyas.engines.ray.worker import THREADS, kernel
+from eyas.engines.ray.worker import THREADS, code_digest, kernel
 from eyas.errors import EyasError, ServerError, StoreError
 from eyas.plan.watch import Watch
 from eyas.shards.opening import check_identity, read_header
@@ -95,7 +95,7 @@ class _Driver:
     ) -> None:
         self._executor, self._run, self._watch, self._cluster = executor, run, watch, cluster
         self._incoming, self._acceptors = run.spool.incoming.resolve(), acceptors
-        self._facts = run.engine.describe()
+        self._facts, self._code = run.engine.describe(), code_digest()
         self._handout = Handout(run.left)
         self._gpus = config.knob(GPUS_VARIABLE, executor.engine.num_gpus) if executor.engine.num_gpus else 0
         self._ready: dict[str, Ready] = {}
@@ -134,7 +134,11 @@ class _Driver:
             self._cluster.hire(self._spec(f"w{self._num_hired}-{self._nonce}"), self._gpus)
         if not self._ready and now_s - self._noted_s > WAIT_NOTE_S:
             self._noted_s = now_s
-            console.log(f"extract: {len(self._cluster.names)} workers are asked for, none is ready yet")
+            room = self._cluster.places(self._gpus)
+            console.log(
+                f"extract: {len(self._cluster.names)} workers are asked for, none is ready yet; the nodes that are there "
+                f"have room for {room}"
+            )
 
     def _spec(self, name: str) -> WorkerSpec:
         run, folder, proof = self._run, self._incoming / name, secrets.token_hex(8)
@@ -186,6 +190,11 @@ class _Driver:
             raise StoreError(
                 f"node {ready.host} has the engine {' '.join(found)}, the plan was made for {' '.join(expected)}",
                 "install the same versions on every node: states of two are not mixed",
+            )
+        if ready.code != self._code:
+            raise StoreError(
+                f"node {ready.host} runs another eyas than this driver did when it started: its shards may have other bytes",
+                "one checkout for all nodes, unchanged while a run goes on; then run the same command again",
             )
         devices = f", GPU {ready.devices}" if self._gpus else ""
         console.log(

@@ -30,7 +30,10 @@ def _ray_hashes(args: argparse.Namespace) -> dict[str, Any]:
 def _ray_kills(args: argparse.Namespace) -> dict[str, Any]:
     from eyas.ops.bench import scale_ray
 
-    return scale_ray.kills(args.work / "kills", Path.cwd(), args.runs, args.seed)
+    found: dict[str, Any] = {}
+    for found in scale_ray.kills(args.work / "kills", Path.cwd(), args.runs, args.seed):
+        write(found)  # an hour on a busy machine: what was done counts
+    return found
 
 
 def _ray_overhead(args: argparse.Namespace) -> dict[str, Any]:
