@@ -24,9 +24,23 @@ def to_plain(value: Any) -> Any:
 
     A field of ``ADDED_LATER`` is left out while it has its default: records made before it keep their digests.
     """
+    kind = type(value)
+    if kind is str or kind is int or kind is bool or value is None:
+        return value
+    if kind is dict:
+        return {key if type(key) is str else str(key): to_plain(item) for key, item in value.items()}
+    if kind is list or kind is tuple:
+        return [to_plain(item) for item in value]
+    if kind is float and math.isfinite(value):
+        return value
+    return _odd_to_plain(value)
+
+
+def _odd_to_plain(value: Any) -> Any:
+    """Records, values of derived types, and what is refused."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kept = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
-        return {f.name: to_plain(v) for f, v in kept if not (f.metadata.get("added_later") and v == f.default)}
+        kept = ((name, later, getattr(value, name)) for name, later in _written_fields(type(value)))
+        return {name: to_plain(item) for name, later, item in kept if not (later and item == later[0])}
     if isinstance(value, dict):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -36,9 +50,21 @@ def to_plain(value: Any) -> Any:
     return value
 
 
+@functools.cache
+def _written_fields(kind: type) -> tuple[tuple[str, tuple[Any] | None], ...]:
+    """(name, the default under which it is left out) of every field."""
+    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(kind)
+    return tuple((f.name, (f.default,) if f.metadata.get("added_later") else None) for f in fields)
+
+
 def canonical_json(value: Any) -> str:
     """The one JSON spelling of a value: sorted keys, no spaces, shortest floats, UTF-8 kept."""
-    return json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return plain_json(to_plain(value))
+
+
+def plain_json(value: Any) -> str:
+    """The same of a value that holds plain JSON values alone, tuples included, under keys that are text: no copy."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def digest(value: Any) -> str:
@@ -56,7 +82,7 @@ def from_plain(kind: type[Record], value: Any) -> Record:
 
 
 def _build(kind: Any, value: Any, where: str) -> Any:
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    origin, args = _parts(kind)
     if dataclasses.is_dataclass(kind):
         return _build_record(kind, value, where)
     if origin in (typing.Union, types.UnionType):
@@ -95,21 +121,35 @@ def _build_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ..
 def _build_record(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{where}: {type(value).__name__}, expected an object")
-    hints = _type_hints(kind)
-    known = {f.name: f for f in dataclasses.fields(kind)}
-    for key in value:
-        if key not in known:
-            raise ValueError(f"{where}.{key}: unknown key, expected one of {', '.join(known)}")
+    fields = _fields(kind)
+    if not value.keys() <= fields.keys():
+        key = next(key for key in value if key not in fields)
+        raise ValueError(f"{where}.{key}: unknown key, expected one of {', '.join(fields)}")
     built = {}
-    for name, spec in known.items():
+    for name, (hint, is_required, allowed) in fields.items():
         if name in value:
-            built[name] = _build(hints[name], value[name], f"{where}.{name}")
-        elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
+            item = value[name]
+            # Most fields, a million times over: texts, numbers, and words out of a few.
+            is_known = item in allowed if allowed else (hint is str or hint is int) and type(item) is hint
+            built[name] = item if is_known else _build(hint, item, f"{where}.{name}")
+        elif is_required:
             raise ValueError(f"{where}.{name}: missing")
     return kind(**built)
 
 
 @functools.cache
-def _type_hints(kind: Any) -> dict[str, Any]:
-    """Evaluating them costs more than building a record, and a plan holds a record per sample."""
-    return typing.get_type_hints(kind)
+def _fields(kind: Any) -> dict[str, tuple[Any, bool, tuple[Any, ...]]]:
+    """Type of each field, whether it must be given, and the texts that it may be; found once for each record type."""
+    hints, missing = typing.get_type_hints(kind), dataclasses.MISSING
+    found = {}
+    for f in dataclasses.fields(kind):
+        origin, args = _parts(hints[f.name])
+        is_text = origin is Literal and all(type(arg) is str for arg in args)
+        is_required = f.default is missing and f.default_factory is missing
+        found[f.name] = hints[f.name], is_required, args if is_text else ()
+    return found
+
+
+@functools.cache
+def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    return typing.get_origin(kind), typing.get_args(kind)

@@ -51,6 +51,18 @@ def _parser() -> argparse.ArgumentParser:
     verify = _add(commands, "verify", run.verify, "read every artifact again; states also against tokens and target")
     verify.add_argument("--share", type=float, default=1.0, help="read this share of the shards (default: all)")
     verify.add_argument("--max-mb-per-s", type=float, default=0.0, help="read no faster (default: no limit)")
+    verify.add_argument(
+        "--remote",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="the states on a DVC remote instead (default: DVC's default one)",
+    )
+    for name, text in (("push", "to a DVC remote, and ask it for each"), ("pull", "from a DVC remote, and read each")):
+        moved = _add(
+            commands, name, getattr(run, name), f"hidden states and their manifest {text}; goes on where it stopped"
+        )
+        moved.add_argument("--remote", default="", metavar="NAME", help="of the remote (default: DVC's default one)")
     _add(commands, "repair", run.repair, "restore damaged shards from DVC's cache, or capture their samples again")
     plan = _add(commands, "gc-plan", run.gc_plan, "what nobody needs any more, and what deleting it would free")
     plan.add_argument("--projects", help="other projects that share DVC's cache: '/path /path', or none")
@@ -65,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parity.add_argument("--engines", default="hf,sglang", help="of hf, sglang, vllm, with commas (%(default)s)")
     parity.add_argument("--samples", type=int, default=64, help="prompts of 10 to 1,500 tokens (%(default)s)")
     _add_serve(commands)
+    _add_simulate(commands)
     smoke = _add(commands, "smoke", run.smoke, "run the whole pipeline at small size in a scratch copy")
     smoke.add_argument("--folder", type=Path, default=Path(".eyas/smoke"), help="the copy (default: %(default)s)")
     reproduce = _add(commands, "reproduce", run.reproduce, "run small twice from nothing and compare every hash")
@@ -117,6 +130,8 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         "of train: on a CPU the states of this repository, on a GPU made-up ones of an 8B target (%(default)s)"
     )
     bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=device_help)
+    share_help = "of train on a CPU: of the rows that train; 0: those of the answers (%(default)s)"
+    bench.add_argument("--share", type=float, default=0.0, help=share_help)
     bench.add_argument("--seeds", type=int, default=3, help="of train-quality: drafters of each trainer (%(default)s)")
     bench.add_argument("--jobs", type=int, default=1, help="of train-quality: peers side by side (%(default)s)")
 
@@ -138,6 +153,18 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
     serve.add_argument("--max-new-tokens", type=int, default=128, help="of each answer (%(default)s)")
     serve.add_argument("--chain-length", type=int, default=3, help="drafts of a round, no tree (%(default)s)")
     serve.add_argument("--dtype", default="", help="of the server, bfloat16 or float32 (default: evaluate.dtype)")
+
+
+def _add_simulate(commands: argparse._SubParsersAction) -> None:
+    text = "time, bytes and the bound of each stage on a cluster that a YAML file describes (docs/simulate.md)"
+    simulate = _add(commands, "simulate", run.simulate, text)
+    simulate.add_argument("cluster", nargs="?", type=Path, metavar="CLUSTER.yaml", help="the description")
+    simulate.add_argument("--target", default="", help="shape of a preset below conf/target (default: the file's)")
+    simulate.add_argument("--conversations", type=int, help="number of conversations (default: the file's)")
+    simulate.add_argument("--mean-tokens", type=float, help="of a conversation (default: the file's)")
+    known = "instead of a cluster: reports folders of smaller runs of one machine, to predict the run of --against from"
+    simulate.add_argument("--runs", nargs="+", type=Path, default=(), metavar="REPORTS", help=known)
+    simulate.add_argument("--against", type=Path, metavar="REPORTS", help="reports folder of the run that is predicted")
 
 
 def _add_exchange(commands: argparse._SubParsersAction) -> None:

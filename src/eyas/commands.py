@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from eyas import console
 from eyas.canonical import canonical_json
+
+if TYPE_CHECKING:
+    from eyas.ops.remote import Transferred
 
 
 def params(arguments: argparse.Namespace) -> int:
@@ -73,9 +77,33 @@ def verify(arguments: argparse.Namespace) -> int:
     from eyas.ops.verify import verified_text, verify_all
     from eyas.ops.verify_states import make_extent
 
+    if arguments.remote is not None:
+        from eyas.ops.remote import verify_remote
+
+        extent = make_extent(arguments.share, arguments.max_mb_per_s)
+        return _transferred(arguments, verify_remote(Path(), arguments.remote, extent.share))
     verified = verify_all(Path(), make_extent(arguments.share, arguments.max_mb_per_s))
     console.emit(canonical_json(verified) if arguments.json else verified_text(verified))
     return 1 if verified.is_damaged else 0
+
+
+def push(arguments: argparse.Namespace) -> int:
+    from eyas.ops import remote
+
+    return _transferred(arguments, remote.push(Path(), arguments.remote))
+
+
+def pull(arguments: argparse.Namespace) -> int:
+    from eyas.ops import remote
+
+    return _transferred(arguments, remote.pull(Path(), arguments.remote))
+
+
+def _transferred(arguments: argparse.Namespace, done: Transferred) -> int:
+    from eyas.ops.remote import transferred_text
+
+    console.emit(canonical_json(done) if arguments.json else transferred_text(done))
+    return 1 if done.problems else 0
 
 
 def repair(arguments: argparse.Namespace) -> int:
@@ -94,7 +122,12 @@ def bench(arguments: argparse.Namespace) -> int:
     from eyas.ops.bench.run import run, table
 
     options = {
-        "train": {"peers": arguments.peers, "num_rounds": arguments.rounds, "device": arguments.device},
+        "train": {
+            "peers": arguments.peers,
+            "num_rounds": arguments.rounds,
+            "device": arguments.device,
+            "share": arguments.share,
+        },
         "train-quality": {"peers": arguments.peers, "num_seeds": arguments.seeds, "jobs": arguments.jobs},
     }
     figures = run(Path(), arguments.name, **options.get(arguments.name, {}))
@@ -325,4 +358,23 @@ def keep(arguments: argparse.Namespace) -> int:
     done = keep(Path(), arguments.generation, arguments.name)
     pinned = f"kept: {done.name} ({done.hash[:10]}) by tag {done.tag} on {done.commit[:10]}; git push origin {done.tag}"
     console.emit(canonical_json(done) if arguments.json else pinned)
+    return 0
+
+
+def simulate(arguments: argparse.Namespace) -> int:
+    from eyas.errors import ConfigError
+    from eyas.ops.simulate import text
+    from eyas.ops.simulate.description import HINT, read_description
+    from eyas.ops.simulate.predict import predict
+    from eyas.ops.simulate.runs import judge
+
+    if bool(arguments.cluster) == bool(arguments.runs) or bool(arguments.runs) != bool(arguments.against):
+        raise ConfigError("expected a cluster's description, or --runs together with --against", HINT)
+    if arguments.runs:
+        judged = judge(arguments.runs, arguments.against)
+        console.emit(canonical_json(text.judged_json(judged)) if arguments.json else text.judged_text(judged))
+        return 0
+    given = read_description(arguments.cluster, arguments.target, arguments.conversations, arguments.mean_tokens)
+    found = predict(given)
+    console.emit(canonical_json(text.as_json(found)) if arguments.json else text.as_text(given, found))
     return 0

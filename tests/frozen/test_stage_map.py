@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from eyas import config
+from eyas.config.structure import dotted_names
 from eyas.report.sources import STAGES as REPORTED
 
 ROOT = Path(__file__).parents[2]
@@ -97,6 +98,16 @@ def test_stage_tracks_exactly_the_sections_it_reads(name: str) -> None:
     source = (ROOT / "src/eyas/stages" / f"{name}.py").read_text()
     tracked = {key.split(".")[0] for key in STAGES[name].get("params", [])}
     assert sections_read(source) == tracked
+
+
+@pytest.mark.parametrize("name", ["plan", "extract"])
+def test_what_decides_no_byte_of_a_capture_is_not_tracked(name: str) -> None:
+    """Every other key of ``extract`` is, by its name: DVC compares a section as a whole."""
+    of_extract = [key for key in STAGES[name]["params"] if key.startswith("extract")]
+    assert of_extract == config.tracked_extract_keys()
+    assert {f"extract.{key}" for key in ("executor",)} == {
+        key for key in dotted_names() if key.startswith("extract.")
+    } - set(of_extract)
 
 
 @pytest.mark.parametrize(

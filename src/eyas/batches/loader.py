@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from eyas.shards.reader import StoredStates
 
 READ_AHEAD = 3
+LOOK_AHEAD = 32
+"""Batches before it is read that a reader hears of one: states that are far away set out."""
 
 
 class Reader(Protocol):
@@ -131,7 +133,9 @@ class BatchLoader:
     def __init__(
         self, reader: Reader, plan: Iterator[PlannedBatch], check: Callable[[StoredStates], None] | None = None
     ) -> None:
-        self._reader, self._plan, self._check = reader, plan, check
+        expect: Callable[[Sequence[str]], None] | None = getattr(reader, "expect", None)
+        self._reader, self._check = reader, check
+        self._plan = plan if expect is None else _looked_ahead(plan, expect)
         self._pool = ThreadPoolExecutor(num_read_threads(), thread_name_prefix="eyas-read-ahead")
 
     def __enter__(self) -> BatchLoader:
@@ -160,3 +164,13 @@ class BatchLoader:
         except (StoreError, DataError) as error:
             return Damaged(sample_id, error)
         return states
+
+
+def _looked_ahead(plan: Iterator[PlannedBatch], expect: Callable[[Sequence[str]], None]) -> Iterator[PlannedBatch]:
+    waiting: deque[PlannedBatch] = deque()
+    for planned in plan:
+        expect(planned.sample_ids)
+        waiting.append(planned)
+        if len(waiting) > LOOK_AHEAD:
+            yield waiting.popleft()
+    yield from waiting

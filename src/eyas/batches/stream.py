@@ -20,7 +20,8 @@ from eyas.contracts import CapturePlan, StoredSample
 from eyas.errors import DataError, EyasError, StoreError, TrainError
 from eyas.shards.codecs import Codec
 from eyas.shards.format import ShardHeader
-from eyas.shards.reader import StoredStates, check_identity, open_shard, read_header, read_sample, shard_codec
+from eyas.shards.opening import check_identity, open_shard, read_header
+from eyas.shards.reader import StoredStates, read_sample, shard_codec
 from eyas.shards.ring import Kind, Ring, RingRecord
 
 POLL_S = 0.005

@@ -30,7 +30,8 @@ from eyas.shards.calibration import (
 from eyas.shards.codecs import make_codec
 from eyas.shards.effect import Rows, measure_effect
 from eyas.shards.format import CALIBRATED_CODECS
-from eyas.shards.reader import open_shard, read_header, read_scales
+from eyas.shards.opening import open_shard, read_header
+from eyas.shards.reader import read_scales
 from eyas.shards.spool import Spool
 from eyas.shards.writer import FinishedShard
 

@@ -94,6 +94,8 @@ class Run:
     work_s: float = 0.0
     progress: console.Progress = field(init=False)
     _journal: threading.Lock = field(default_factory=threading.Lock)
+    _written: tuple[int, str] = (-1, "")
+    """Number of finished shards, and what a note says of them: of 100,000 it is not worked out for every batch."""
 
     def __post_init__(self) -> None:
         num_done = sum(entry.num_tokens for entry in self.entries)
@@ -135,12 +137,13 @@ class Run:
             self.done[finished.path] = finished
 
     def _note(self) -> str:
-        entries, plan = self.entries, self.plan
-        written = sum(entry.size_bytes for entry in entries)
-        payload = payload_bytes(sum(entry.num_tokens for entry in entries), plan.hidden_size, plan.num_streams)
-        ratio = f" ({written / payload:.2f} of bf16)" if payload else ""
-        free = console.human_bytes(fs.free_bytes(self.spool.folder))
-        return f"{console.human_bytes(written)} written{ratio}, {free} free"
+        if self._written[0] != len(self.done):
+            entries, plan = self.entries, self.plan
+            written = sum(entry.size_bytes for entry in entries)
+            payload = payload_bytes(sum(entry.num_tokens for entry in entries), plan.hidden_size, plan.num_streams)
+            ratio = f" ({written / payload:.2f} of bf16)" if payload else ""
+            self._written = len(self.done), f"{console.human_bytes(written)} written{ratio}"
+        return f"{self._written[1]}, {console.human_bytes(fs.free_bytes(self.spool.folder))} free"
 
 
 Executor = Callable[[Run, Watch], None]

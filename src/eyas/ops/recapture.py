@@ -31,7 +31,8 @@ from eyas.shards.format import (
     block_name,
     shard_facts,
 )
-from eyas.shards.reader import open_entry, open_shard, read_encoded
+from eyas.shards.opening import open_entry, open_shard
+from eyas.shards.reader import read_encoded
 from eyas.shards.spool import Spool
 from eyas.shards.verify import Finding, set_scales
 from eyas.shards.writer import check_tokens, stored_sample, token_blocks, write_shard

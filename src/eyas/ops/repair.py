@@ -33,7 +33,7 @@ from eyas.plan.identity import capture_identity
 from eyas.shards.account import check_account
 from eyas.shards.consistency import INCOHERENT
 from eyas.shards.handover import HOME, LOCK_NAME
-from eyas.shards.reader import read_header
+from eyas.shards.opening import read_header
 from eyas.shards.verify import Finding, check_set, check_shard
 from eyas.target.locate import ensure
 from eyas.tokens.dataset import iter_tokens, read_index

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import xxhash
 
-from eyas.canonical import canonical_json, from_plain
+from eyas.canonical import canonical_json, from_plain, plain_json
 from eyas.contracts import CaptureIdentity, StoredSample
 from eyas.errors import StoreError
 from eyas.shards.codecs import CODECS
@@ -147,31 +147,41 @@ def lay_out(facts: ShardFacts, content: ShardContent) -> tuple[Block, ...]:
 
 def pack_header(facts: ShardFacts, content: ShardContent, checksums: Mapping[str, str]) -> bytes:
     """Length and JSON header, padded: everything before the first block."""
-    blocks = lay_out(facts, content)
-    tensors = {b.name: {"dtype": b.dtype, "shape": b.shape, "data_offsets": [b.begin, b.end]} for b in blocks}
+    return _pack(facts, content, lay_out(facts, content), checksums)
+
+
+def _pack(facts: ShardFacts, content: ShardContent, blocks: Sequence[Block], checksums: Mapping[str, str]) -> bytes:
+    tensors: dict[str, Any] = {
+        b.name: {"dtype": b.dtype, "shape": b.shape, "data_offsets": (b.begin, b.end)} for b in blocks
+    }
     metadata = {
         "format": FORMAT,
         "version": facts.version,
         "identity": facts.identity,
         "shard": facts.shard,
         "codec": facts.codec,
-        "boundaries": canonical_json(facts.boundaries),
+        "boundaries": plain_json(facts.boundaries),
         "final_hidden": facts.final_hidden,
-        "samples": canonical_json(list(content.samples)),
-        "xxh3": canonical_json(dict(checksums)),
+        "samples": canonical_json(content.samples),
+        "xxh3": plain_json(dict(checksums)),
         "header_xxh3": NO_CHECKSUM,
     }
     if facts.version != "1":
         metadata |= {
             "hidden_size": str(facts.hidden_size),
             "last_rows": facts.last_rows,
-            "rows": canonical_json(list(content.rows)),
+            "rows": plain_json(content.rows),
         }
-    unsigned = _pad(canonical_json({"__metadata__": metadata, **tensors}).encode())
-    metadata["header_xxh3"] = checksum(unsigned)
-    signed = _pad(canonical_json({"__metadata__": metadata, **tensors}).encode())
-    assert len(signed) == len(unsigned) <= MAX_HEADER_BYTES
+    tensors["__metadata__"] = metadata
+    unsigned = _pad(plain_json(tensors).encode())
+    # Quotes inside values are escaped, so this stands in the text once; the signature is as long as its place.
+    signed = unsigned.replace(_signature(NO_CHECKSUM), _signature(checksum(unsigned)), 1)
+    assert len(signed) <= MAX_HEADER_BYTES
     return len(signed).to_bytes(LENGTH_BYTES, "little") + signed
+
+
+def _signature(digest: str) -> bytes:
+    return f'"header_xxh3":"{digest}"'.encode()
 
 
 def _pad(text: bytes) -> bytes:
@@ -203,9 +213,46 @@ def parse_header(raw: bytes, where: str) -> ShardHeader:
     try:
         tensors = json.loads(raw)
         metadata = tensors["__metadata__"]
-        kind, version, codec = metadata["format"], metadata["version"], metadata["codec"]
+        _check_version(metadata, where)
     except (ValueError, RecursionError, KeyError, TypeError):
-        raise damaged(where, "its header is no header of an eyas shard") from None
+        raise _no_header(where) from None
+    try:
+        header = _rebuild(metadata, tensors, LENGTH_BYTES + len(raw))
+        content = ShardContent(samples=header.samples, rows=header.rows, encoded_bytes={})
+        same = _pack(header.facts, content, [*header.blocks.values()], header.checksums)[LENGTH_BYTES:] == raw
+    except (ValueError, OverflowError, RecursionError, KeyError, TypeError, IndexError, AttributeError):
+        raise damaged(where, "its header lists no samples, checksums or boundaries") from None
+    if not same:
+        raise _disagrees(where)
+    return header
+
+
+def parse_samples(raw: bytes, where: str) -> tuple[ShardFacts, tuple[StoredSample, ...]]:
+    """Facts and samples alone, a fifth of the work: the header's checksum is checked, its layout is not looked at.
+
+    Raises:
+        StoreError: It is no header of a shard, or not the one that was written.
+    """
+    begin = raw.find(_METADATA)
+    try:
+        metadata = json.JSONDecoder().raw_decode(raw[begin + len(_METADATA) :].decode())[0] if begin >= 0 else {}
+        _check_version(metadata, where)
+        if metadata["version"] == "1":  # its sizes stand in its layout alone
+            header = parse_header(raw, where)
+            return header.facts, header.samples
+        unsigned = raw.replace(_signature(metadata["header_xxh3"]), _signature(NO_CHECKSUM), 1)
+        if metadata["header_xxh3"] != checksum(unsigned):
+            raise _disagrees(where)
+        return _facts(metadata, int(metadata["hidden_size"])), _samples(metadata)
+    except (ValueError, OverflowError, RecursionError, KeyError, TypeError, AttributeError):
+        raise _no_header(where) from None
+
+
+_METADATA = b'"__metadata__":'
+
+
+def _check_version(metadata: Mapping[str, Any], where: str) -> None:
+    kind, version, codec = metadata["format"], metadata["version"], metadata["codec"]
     if kind != FORMAT:
         raise damaged(where, f"format {kind!r}, expected {FORMAT!r}")
     if version not in READABLE or codec not in (CODECS if version == VERSION else ("raw",)):
@@ -214,42 +261,24 @@ def parse_header(raw: bytes, where: str) -> ShardHeader:
             f"{' and '.join(READABLE)} with {', '.join(CODECS)}",
             "use the eyas that wrote it, or extract again",
         )
-    try:
-        header = _rebuild(metadata, tensors, LENGTH_BYTES + len(raw))
-        content = ShardContent(samples=header.samples, rows=header.rows, encoded_bytes=_encoded_bytes(tensors))
-        same = pack_header(header.facts, content, header.checksums)[LENGTH_BYTES:] == raw
-    except (ValueError, OverflowError, RecursionError, KeyError, TypeError, IndexError, AttributeError):
-        raise damaged(where, "its header lists no samples, checksums or boundaries") from None
-    if not same:
-        raise damaged(where, "its header does not agree with its own checksum and layout")
-    return header
+
+
+def _no_header(where: str) -> StoreError:
+    return damaged(where, "its header is no header of an eyas shard")
+
+
+def _disagrees(where: str) -> StoreError:
+    return damaged(where, "its header does not agree with its own checksum and layout")
 
 
 def _rebuild(metadata: dict[str, Any], tensors: dict[str, Any], data_start: int) -> ShardHeader:
-    if not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("metadata values are strings")
-    if not IDENTITY.fullmatch(metadata["identity"]) or not SHARD_PATH.fullmatch(metadata["shard"]):
-        raise ValueError("an identity has 64 hex digits, a shard lies in a numbered folder")
-    samples = tuple(from_plain(StoredSample, item) for item in json.loads(metadata["samples"]))
+    samples, is_first = _samples(metadata), metadata["version"] == "1"
     checksums = {str(name): str(value) for name, value in json.loads(metadata["xxh3"]).items()}
-    is_first = metadata["version"] == "1"
-    facts = ShardFacts(
-        identity=metadata["identity"],
-        shard=metadata["shard"],
-        boundaries=tuple(int(b) for b in json.loads(metadata["boundaries"])),
-        final_hidden=metadata["final_hidden"],
-        hidden_size=int(tensors[block_name(0, "last")]["shape"][1] if is_first else metadata["hidden_size"]),
-        codec=metadata["codec"],
-        last_rows="all" if is_first else metadata["last_rows"],
-        version=metadata["version"],
-    )
+    size = tensors[block_name(0, "last")]["shape"][1] if is_first else metadata["hidden_size"]
+    facts = _facts(metadata, int(size))
     rows = tuple((s.num_tokens, s.num_tokens) for s in samples)
     if not is_first:
         rows = tuple((int(aux), int(last)) for aux, last in json.loads(metadata["rows"]))
-    if min(len(facts.boundaries), facts.hidden_size, len(samples), *(s.num_tokens for s in samples)) < 1:
-        raise ValueError("sizes start at 1")
-    if facts.hidden_size > MAX_HIDDEN_SIZE:
-        raise ValueError("a row is coded as one piece")
     if not _rows_fit(rows, samples, facts.last_rows):
         raise ValueError("rows of each sample, at most its tokens")
     content = ShardContent(samples=samples, rows=rows, encoded_bytes=_encoded_bytes(tensors))
@@ -264,6 +293,35 @@ def _rebuild(metadata: dict[str, Any], tensors: dict[str, Any], data_start: int)
         checksums=checksums,
         data_start=data_start,
     )
+
+
+def _facts(metadata: Mapping[str, str], hidden_size: int) -> ShardFacts:
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("metadata values are strings")
+    if not IDENTITY.fullmatch(metadata["identity"]) or not SHARD_PATH.fullmatch(metadata["shard"]):
+        raise ValueError("an identity has 64 hex digits, a shard lies in a numbered folder")
+    facts = ShardFacts(
+        identity=metadata["identity"],
+        shard=metadata["shard"],
+        boundaries=tuple(int(b) for b in json.loads(metadata["boundaries"])),
+        final_hidden=metadata["final_hidden"],
+        hidden_size=hidden_size,
+        codec=metadata["codec"],
+        last_rows=metadata["last_rows"] if metadata["version"] != "1" else "all",
+        version=metadata["version"],
+    )
+    if min(len(facts.boundaries), hidden_size) < 1:
+        raise ValueError("sizes start at 1")
+    if hidden_size > MAX_HIDDEN_SIZE:
+        raise ValueError("a row is coded as one piece")
+    return facts
+
+
+def _samples(metadata: Mapping[str, str]) -> tuple[StoredSample, ...]:
+    samples = tuple(from_plain(StoredSample, item) for item in json.loads(metadata["samples"]))
+    if min((sample.num_tokens for sample in samples), default=0) < 1:
+        raise ValueError("sizes start at 1")
+    return samples
 
 
 def _rows_fit(rows: Sequence[Rows], samples: Sequence[StoredSample], last_rows: str) -> bool:

@@ -9,10 +9,14 @@ Letters: T tokens, A aux streams, D target hidden size.
 
 from __future__ import annotations
 
-import os
+import bisect
+import functools
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -26,16 +30,21 @@ from eyas.shards.codecs import Codec, RawCodec, decode_block, make_codec
 from eyas.shards.format import (
     CALIBRATION,
     DTYPES,
-    LENGTH_BYTES,
     STATE_KINDS,
     Block,
     ShardHeader,
     block_name,
     checksum,
     damaged,
-    header_length,
-    parse_header,
 )
+from eyas.shards.opening import entry_header, entry_samples, far_entry_samples, open_shard, pread_into
+from eyas.shards.shard_cache import ShardCache
+
+Found = TypeVar("Found")
+FAR_THREADS = 32
+"""Headers asked of a remote at a time."""
+HELD_HEADERS = 256
+"""A training reads from 32 shards at a time (``batches.order``), its validation from a few more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,32 +69,38 @@ class ShardReader:
     """Random access by sample to a published set of shards.
 
     Opening reads every header (kilobytes each) and checks sizes, identity and counts against the
-    manifest. Folders are never listed: what the manifest does not name does not exist.
+    manifest. Folders are never listed: what the manifest does not name does not exist. Of the headers only the
+    samples stay in memory, half a GB a million; where their blocks lie is read when a sample of the shard is, and
+    kept for the last ``HELD_HEADERS`` shards.
 
     Args:
         folder: The states folder.
         manifest: Its manifest.
+        cache: Where shards come from that do not lie in the folder.
 
     Raises:
         StoreError: A shard is missing, short, foreign, damaged or contradicts the manifest.
     """
 
-    def __init__(self, folder: Path, manifest: ShardManifest) -> None:
-        self.folder, self.manifest = Path(folder), manifest
+    def __init__(self, folder: Path, manifest: ShardManifest, cache: ShardCache | None = None) -> None:
+        self.folder, self.manifest, self._cache = Path(folder), manifest, cache
         check_account(manifest)
-        self._places: dict[str, tuple[ShardHeader, int]] = {}
+        self._held = functools.lru_cache(HELD_HEADERS)(self._open)
         self._codecs: dict[str, Codec] = {}
-        for entry in manifest.shards:
-            header = open_entry(self.folder, entry, manifest)
-            for index, sample in enumerate(header.samples):
-                if sample.sample_id in self._places:
-                    raise damaged(entry.path, f"sample {sample.sample_id} occurs twice in the set")
-                self._places[sample.sample_id] = (header, index)
+        self._starts: list[int] = []
+        samples: list[StoredSample] = []
+        for listed in self._listed():
+            self._starts.append(len(samples))
+            samples += listed
+        self._samples = tuple(samples)
+        self._places = {sample.sample_id: place for place, sample in enumerate(samples)}
+        if len(self._places) != len(samples):
+            self._refuse_twice()
 
     @property
     def samples(self) -> tuple[StoredSample, ...]:
         """All stored samples in manifest order."""
-        return tuple(header.samples[index] for header, index in self._places.values())
+        return self._samples
 
     def shard_of(self, sample_id: str) -> str:
         """Path of the shard that holds a sample.
@@ -93,7 +108,7 @@ class ShardReader:
         Raises:
             StoreError: The sample is not stored.
         """
-        return self._place(sample_id)[0].facts.shard
+        return self.manifest.shards[self._place(sample_id)[0]].path
 
     def read(self, sample_id: str) -> StoredStates:
         """One sample with its states, every block checked.
@@ -101,9 +116,11 @@ class ShardReader:
         Raises:
             StoreError: The sample is not stored, or a block of it is damaged.
         """
-        header, index = self._place(sample_id)
-        with open_shard(self.folder / header.facts.shard, header.facts.shard) as fd:
-            return read_sample(fd.number, header, index, self._codec(fd.number, header))
+
+        def read(fd: int, header: ShardHeader, index: int) -> StoredStates:
+            return read_sample(fd, header, index, self._codec(fd, header))
+
+        return self._read(sample_id, read)
 
     def read_tokens(self, sample_id: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Only ``input_ids_T`` int32 and ``loss_mask_T`` uint8 of a sample, checked; no states are read.
@@ -111,17 +128,72 @@ class ShardReader:
         Raises:
             StoreError: The sample is not stored, or a block of it is damaged.
         """
-        header, index = self._place(sample_id)
-        with open_shard(self.folder / header.facts.shard, header.facts.shard) as fd:
-            return read_tokens(fd.number, header, index)
+        return self._read(sample_id, read_tokens)
 
-    def _place(self, sample_id: str) -> tuple[ShardHeader, int]:
+    def expect(self, sample_ids: Sequence[str]) -> None:
+        """These samples will be read soon: shards that are far away set out."""
+        for sample_id in sample_ids if self._cache is not None else ():
+            entry = self.manifest.shards[self._place(sample_id)[0]]
+            if self._cache is not None and not self._is_here(entry):
+                self._cache.expect(entry)
+
+    def _read(self, sample_id: str, read: Callable[[int, ShardHeader, int], Found]) -> Found:
+        shard, index = self._place(sample_id)
+        entry = self.manifest.shards[shard]
+        try:
+            with self._file(entry) as fd:
+                return read(fd.number, self._held(shard), index)
+        except StoreError:
+            if self._cache is None or self._is_here(entry):
+                raise
+        self._cache.drop(entry)  # damaged on this disk: what the remote holds was checked when it arrived
+        with self._file(entry) as fd:
+            return read(fd.number, self._held(shard), index)
+
+    def _listed(self) -> Iterator[tuple[StoredSample, ...]]:
+        """Samples of each shard, in order."""
+        if self._cache is None:
+            yield from (entry_samples(self.folder, entry, self.manifest) for entry in self.manifest.shards)
+            return
+        cache = self._cache
+
+        def samples_of(entry: ShardEntry) -> tuple[StoredSample, ...]:
+            if self._is_here(entry):
+                return entry_samples(self.folder, entry, self.manifest)
+            return far_entry_samples(functools.partial(cache.read, entry), entry, self.manifest)
+
+        with ThreadPoolExecutor(FAR_THREADS, "far-headers") as pool:
+            yield from pool.map(samples_of, self.manifest.shards)
+
+    def _is_here(self, entry: ShardEntry) -> bool:
+        return (self.folder / entry.path).exists()
+
+    def _file(self, entry: ShardEntry) -> open_shard:
+        if self._cache is None or self._is_here(entry):
+            return open_shard(self.folder / entry.path, entry.path)
+        return self._cache.open(entry)
+
+    def _open(self, shard: int) -> ShardHeader:
+        entry = self.manifest.shards[shard]
+        with self._file(entry) as fd:
+            return entry_header(fd.number, entry, self.manifest)
+
+    def _refuse_twice(self) -> None:
+        for place, sample in enumerate(self._samples):
+            if self._places[sample.sample_id] != place:  # the last one's place stands there
+                shard = self.manifest.shards[bisect.bisect_right(self._starts, self._places[sample.sample_id]) - 1]
+                raise damaged(shard.path, f"sample {sample.sample_id} occurs twice in the set")
+
+    def _place(self, sample_id: str) -> tuple[int, int]:
+        """Number of the shard and of the sample in it."""
         if sample_id not in self._places:
             raise StoreError(
                 f"sample {sample_id} is not among the {len(self._places):,} stored samples",
                 "`eyas verify` lists what is stored; failed samples are in data/hidden_states.json",
             )
-        return self._places[sample_id]
+        place = self._places[sample_id]
+        shard = bisect.bisect_right(self._starts, place) - 1
+        return shard, place - self._starts[shard]
 
     def _codec(self, fd: int, header: ShardHeader) -> Codec:
         # All shards of a set have one calibration; each is read once.
@@ -130,76 +202,6 @@ class ShardReader:
             check_scales(fd, header, self.manifest)
             self._codecs[shard] = shard_codec(fd, header)
         return self._codecs[shard]
-
-
-class open_shard:  # noqa: N801 - used like the built-in open
-    """An open file descriptor of a shard as a context; a missing file is a ``StoreError``."""
-
-    def __init__(self, path: Path, where: str) -> None:
-        try:
-            self.number = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise damaged(where, f"cannot be opened: {error.strerror}") from None
-
-    def __enter__(self) -> open_shard:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.number)
-
-
-def read_header(path: Path, where: str) -> tuple[ShardHeader, int]:
-    """Parsed header and size in bytes of a shard file.
-
-    Raises:
-        StoreError: The file is missing, or is no whole shard.
-    """
-    with open_shard(path, where) as fd:
-        size_bytes = os.fstat(fd.number).st_size
-        prefix = _pread(fd.number, min(LENGTH_BYTES, size_bytes), 0, where)
-        length = header_length(bytes(prefix.numpy()), size_bytes, where)
-        raw = bytes(_pread(fd.number, length, LENGTH_BYTES, where).numpy())
-    header = parse_header(raw, where)
-    if header.size_bytes != size_bytes:
-        raise damaged(where, f"{size_bytes:,} bytes, its header describes {header.size_bytes:,}")
-    return header, size_bytes
-
-
-def open_entry(folder: Path, entry: ShardEntry, manifest: ShardManifest) -> ShardHeader:
-    """Header of one published shard, checked against the manifest.
-
-    Raises:
-        StoreError: The shard is missing, short, foreign, in another's place, or its counts differ.
-    """
-    header, size_bytes = read_header(folder / entry.path, entry.path)
-    check_identity(header, manifest.identity, entry.path)
-    facts = header.facts
-    counts = (size_bytes, len(header.samples), sum(sample.num_tokens for sample in header.samples))
-    expected = (entry.size_bytes, entry.num_samples, entry.num_tokens)
-    if counts != expected:
-        raise damaged(entry.path, f"(bytes, samples, tokens) are {counts}, the manifest says {expected}")
-    capture = manifest.capture
-    shape = (facts.boundaries, facts.final_hidden, facts.hidden_size, facts.codec, facts.last_rows)
-    planned = (manifest.boundaries, capture.final_hidden, manifest.hidden_size, capture.codec, capture.last_rows)
-    if shape != planned:
-        names = "(boundaries, norm, hidden size, codec, rows)"
-        raise damaged(entry.path, f"{names} are {shape}, the manifest says {planned}")
-    return header
-
-
-def check_identity(header: ShardHeader, identity: str, path: str) -> None:
-    """Refuse a shard of another capture and a shard in another's place.
-
-    Raises:
-        StoreError: Both identities or both paths are named.
-    """
-    if header.facts.identity != identity:
-        raise StoreError(
-            f"{path} belongs to another capture: identity {header.facts.identity}, expected {identity}",
-            "move that file away; shards of two captures never mix",
-        )
-    if header.facts.shard != path:
-        raise damaged(path, f"holds the shard {header.facts.shard}: files changed places")
 
 
 def shard_codec(fd: int, header: ShardHeader) -> Codec:
@@ -283,7 +285,7 @@ def read_tokens(fd: int, header: ShardHeader, index: int) -> tuple[torch.Tensor,
 def _read_small(fd: int, header: ShardHeader, index: int, kind: str) -> torch.Tensor:
     block, where = _block(header, index, kind), _where(header, index, kind)
     data = bytearray(block.end - block.begin)
-    _pread_into(fd, memoryview(data), header.data_start + block.begin, where)
+    pread_into(fd, memoryview(data), header.data_start + block.begin, where)
     _check(data, header, block, where)
     return torch.frombuffer(data, dtype=DTYPES[block.dtype])
 
@@ -302,7 +304,7 @@ def _read_states(fd: int, header: ShardHeader, index: int, codec: Codec) -> tupl
     places = {kind: _block(header, index, kind) for kind in STATE_KINDS}
     begin, size = places["aux"].begin, places["last"].end - places["aux"].begin
     data = _scratch(size)
-    _pread_into(fd, data, header.data_start + begin, _where(header, index, "states"))
+    pread_into(fd, data, header.data_start + begin, _where(header, index, "states"))
     try:
         aux_ATD = torch.empty((num_aux, T, D), dtype=torch.bfloat16)
         last_LD = torch.empty((last_rows, D), dtype=torch.bfloat16)
@@ -350,6 +352,18 @@ def read_encoded(fd: int, header: ShardHeader, index: int, kind: str) -> torch.T
     return _read_checked(fd, header, _block(header, index, kind), _where(header, index, kind))
 
 
+def check_block(fd: int, header: ShardHeader, index: int, kind: str) -> None:
+    """Check a block of one sample against its checksum.
+
+    Raises:
+        StoreError: The file ends early or the bytes differ from what was written.
+    """
+    block, where = _block(header, index, kind), _where(header, index, kind)
+    data = _scratch(block.end - block.begin)
+    pread_into(fd, data, header.data_start + block.begin, where)
+    _check(data, header, block, where)
+
+
 def _read_checked(fd: int, header: ShardHeader, block: Block, where: str) -> torch.Tensor:
     data = _pread(fd, block.end - block.begin, header.data_start + block.begin, where)
     _check(tensor_bytes(data), header, block, where)
@@ -368,17 +382,5 @@ def _shaped(data: torch.Tensor, block: Block) -> torch.Tensor:
 
 def _pread(fd: int, num_bytes: int, offset: int, where: str) -> torch.Tensor:
     data = torch.empty(num_bytes, dtype=torch.uint8)
-    _pread_into(fd, tensor_bytes(data), offset, where)
+    pread_into(fd, tensor_bytes(data), offset, where)
     return data
-
-
-def _pread_into(fd: int, data: memoryview, offset: int, where: str) -> None:
-    done = 0
-    while done < len(data):
-        try:
-            count = os.preadv(fd, [data[done:]], offset + done)
-        except OSError as error:  # a bad sector, or a folder under a shard's name
-            raise damaged(where, f"cannot be read: {error.strerror}") from None
-        if count == 0:
-            raise damaged(where, f"the file ends {len(data) - done:,} bytes early")
-        done += count

@@ -23,7 +23,7 @@ from typing import Literal
 from eyas import fs
 from eyas.contracts import FailedSample, ShardEntry, ring_disk_bytes
 from eyas.errors import StoreError
-from eyas.shards.reader import read_header
+from eyas.shards.opening import read_header
 
 ROOT = Path("ring")
 """Below the working folder."""

@@ -15,15 +15,16 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from eyas import fs
+from eyas import config, fs
 from eyas.canonical import canonical_json, from_plain, to_plain
 from eyas.contracts import CaptureIdentity, CapturePlan, PlannedShard, ShardManifest
 from eyas.errors import DiskError, StoreError
 from eyas.shards.format import checksum
 from eyas.shards.handover import RETIRED_MARK, SETTLED_SUFFIX, SPOOL, is_dvc_repository
-from eyas.shards.reader import check_identity, read_header
+from eyas.shards.opening import check_identity, claims_identity, read_header
 from eyas.shards.verify import Finding, verify_file
 from eyas.shards.writer import FinishedShard
 
@@ -85,7 +86,7 @@ class Spool:
         """
         with fs.disk_errors(self._journal), self._journal.open("ab") as handle:
             is_new = handle.tell() == 0
-            handle.write(_line(shard))
+            handle.write(journal_line(shard))
             handle.flush()
             os.fsync(handle.fileno())
         if is_new:
@@ -109,12 +110,12 @@ class Spool:
                     f"{self.states / path} is not in the plan of {len(planned)} shards: it would be published with them",
                     f"look at it, then move it away: mv {self.states / path} /tmp",
                 )
-        for path, shard in planned.items():
-            finished = journal.get(path)
-            problems = self._problems(shard, finished)
-            if finished is not None and not problems:
-                done[path] = finished
-            findings += problems
+        with ThreadPoolExecutor(config.knob("EYAS_READ_THREADS", min(config.cores(), 8)), "resume") as pool:
+            checked = pool.map(lambda shard: self._problems(shard, journal.get(shard.path)), plan.shards)
+            for path, problems in zip(planned, checked, strict=True):
+                if path in journal and not problems:
+                    done[path] = journal[path]
+                findings += problems
         return done, findings
 
     def _files(self) -> Iterator[str]:
@@ -132,10 +133,9 @@ class Spool:
         expected = [(s.sample_id, s.num_tokens) for s in planned.samples if s.sample_id not in failed]
         if finished.entry is None:
             return [_of_shard(planned.path, "the journal lists no file for it")] if expected or path.exists() else []
-        problems = verify_file(path, finished.entry, self.identity)
-        if problems:
+        header, problems = verify_file(path, finished.entry, self.identity)
+        if header is None or problems:
             return problems
-        header, _ = read_header(path, planned.path)
         if [(s.sample_id, s.num_tokens) for s in header.samples] != expected:
             return [_of_shard(planned.path, "holds other samples than the plan")]
         return []
@@ -143,6 +143,8 @@ class Spool:
     def _refuse_foreign(self, path: Path, name: str) -> None:
         """Refuse a whole shard of another capture; a damaged one is simply written again."""
         try:
+            if claims_identity(path, self.identity):
+                return
             header, _ = read_header(path, name)
         except StoreError:
             return
@@ -228,7 +230,7 @@ class Spool:
         self._refuse_other_twin(out)
         self.folder.mkdir(parents=True, exist_ok=True)
         if manifest is not None and not self._journal.exists():
-            lines = [_line(shard) for shard in _finished_shards(plan, manifest)]
+            lines = [journal_line(shard) for shard in _finished_shards(plan, manifest)]
             fs.write_bytes(self._journal, b"".join(lines))
         manifest_path.unlink(missing_ok=True)
         fs.fsync_dir(manifest_path.parent)
@@ -306,7 +308,8 @@ def _tree_bytes(roots: Iterable[Path]) -> int:
     return sum(p.stat().st_size for root in roots for p in (root, *root.rglob("*")) if p.is_file())
 
 
-def _line(shard: FinishedShard) -> bytes:
+def journal_line(shard: FinishedShard) -> bytes:
+    """A finished shard as a line of the journal."""
     body = to_plain(shard)
     return (canonical_json({"shard": body, "xxh3": checksum(canonical_json(body).encode())}) + "\n").encode()
 

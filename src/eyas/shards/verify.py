@@ -9,6 +9,7 @@ Letters: T tokens, A aux streams, D target hidden size.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -24,18 +25,8 @@ from eyas.shards.blosc import tensor_bytes
 from eyas.shards.codecs import Codec
 from eyas.shards.consistency import Score, incoherent, judge
 from eyas.shards.format import CALIBRATION, KINDS, ShardHeader, block_name, checksum
-from eyas.shards.reader import (
-    StoredStates,
-    check_identity,
-    check_scales,
-    open_entry,
-    open_shard,
-    read_encoded,
-    read_header,
-    read_sample,
-    read_scales,
-    shard_codec,
-)
+from eyas.shards.opening import check_identity, open_entry, open_shard, read_header
+from eyas.shards.reader import StoredStates, check_block, check_scales, read_sample, read_scales, shard_codec
 from eyas.shards.values import row_faults
 from eyas.shards.writer import stored_sample
 
@@ -74,21 +65,22 @@ class Against:
     judged: bool = True
 
 
-def verify_file(path: Path, entry: ShardEntry, identity: str) -> list[Finding]:
+def verify_file(path: Path, entry: ShardEntry, identity: str) -> tuple[ShardHeader | None, list[Finding]]:
     """Check one shard file against its entry: size, md5, header, identity, every block's checksum.
 
     Returns:
-        Findings, empty when the file is what was written.
+        Its header, None when that is damaged, and findings: none when the file is what was written.
     """
     try:
         header, size_bytes = read_header(path, entry.path)
         check_identity(header, identity, entry.path)
     except StoreError as error:
-        return [_of_file(entry.path, error.message)]
+        return None, [_of_file(entry.path, error.message)]
     if size_bytes != entry.size_bytes:
-        return [_of_file(entry.path, f"{entry.path}: {size_bytes:,} bytes, expected {entry.size_bytes:,}")]
+        return header, [_of_file(entry.path, f"{entry.path}: {size_bytes:,} bytes, expected {entry.size_bytes:,}")]
     with open_shard(path, entry.path) as fd:
-        return list(_read_through(fd.number, entry, header, lambda i: _damaged_blocks(fd.number, header, i), None))
+        check = functools.partial(_damaged_blocks, fd.number, header)
+        return header, list(_read_through(fd.number, entry, header, check, None))
 
 
 def verify(
@@ -261,12 +253,12 @@ def _read_through(
 ) -> Iterator[Finding]:
     """Hash the file front to back, and check each sample as soon as its states were hashed."""
     md5 = hashlib.md5(usedforsecurity=False)
-    buffer, done, is_readable = bytearray(CHUNK_BYTES), 0, True
+    buffer, done, is_readable = bytearray(min(CHUNK_BYTES, header.size_bytes)), 0, True
     ends = [header.data_start + header.blocks[block_name(i, "last")].end for i in range(len(header.samples))]
     for index, end in enumerate([*ends, header.size_bytes]):
         while is_readable and done < end:
             try:
-                count = os.preadv(fd, [memoryview(buffer)[: min(CHUNK_BYTES, end - done)]], done)
+                count = os.preadv(fd, [memoryview(buffer)[: min(len(buffer), end - done)]], done)
             except OSError as error:
                 # A bad sector: the samples are still read one by one, so that repair knows which to capture.
                 yield _of_file(entry.path, f"{entry.path}: cannot be read at byte {done:,}: {error.strerror}")
@@ -288,7 +280,7 @@ def _read_through(
 def _damaged_blocks(fd: int, header: ShardHeader, index: int) -> Iterator[Finding]:
     for kind in KINDS:
         try:
-            read_encoded(fd, header, index, kind)
+            check_block(fd, header, index, kind)
         except StoreError as error:
             yield Finding(shard=header.facts.shard, sample_id=header.samples[index].sample_id, problem=error.message)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,7 @@ from eyas.errors import EvaluateError
 from eyas.evaluate import report
 from eyas.evaluate.judge import judge
 from eyas.shards.reader import ShardReader
+from eyas.shards.shard_cache import shard_cache
 from eyas.stages import common
 from eyas.target import locate
 from eyas.target.load import load_model, load_tokenizer, read_ends
@@ -36,7 +38,8 @@ def main(argv: Sequence[str]) -> None:
         scale_D = ends.final_norm_D.float() + target.final_norm.weight_offset
         ends = dataclasses.replace(ends, final_norm_D=scale_D)  # as it multiplies: what the drafter starts from
         drafter, meta = load_drafter(drafter_path, ends.embedding_VD)
-        reader = ShardReader(states_path, fs.read_record(ShardManifest, manifest_path))
+        manifest = fs.read_record(ShardManifest, manifest_path)
+        reader = ShardReader(states_path, manifest, shard_cache(Path.cwd(), manifest))
         vocab = DraftVocab.read(vocab_path)
         if not (torch.equal(vocab.d2t_W, drafter.d2t) and torch.equal(vocab.t2d_V, drafter.t2d)):
             raise EvaluateError(f"{drafter_path} was trained with another draft vocab than {vocab_path}", RETRAIN)

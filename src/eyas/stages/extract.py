@@ -25,8 +25,9 @@ from eyas.shards.handover import HOME, LOCK_NAME, hand_over, settle
 from eyas.stages import common
 from eyas.target.load import read_ends
 from eyas.target.locate import ensure
-from eyas.tokens.dataset import iter_tokens, read_index
+from eyas.tokens.dataset import read_index
 from eyas.tokens.part import planned_part
+from eyas.tokens.table import TokenTable
 
 REPLAN = "make the plan again: `dvc repro plan`"
 SERVER_ENGINES = ("sglang", "vllm")
@@ -42,7 +43,8 @@ def main(argv: Sequence[str]) -> None:
     plan = fs.read_record(CapturePlan, plan_path)
     _check_plan(params, target, plan, tokens_path)
     with common.stage_run("extract", [target_path, tokens_path, plan_path], [manifest_path]) as run:
-        tokens = {sample.sample_id: sample for sample in iter_tokens(tokens_path)}
+        HOME.mkdir(exist_ok=True)
+        tokens = TokenTable(tokens_path, HOME)
         limits = _limits(params, plan, Path.cwd(), manifest_path)
         check_links(Path.cwd())
         before = _budget_facts(plan, limits)

@@ -18,6 +18,7 @@ from eyas.config.schema import TrainConfig
 from eyas.contracts import CheckpointMeta, ShardManifest, TargetIdentity
 from eyas.evaluate.report import held_out
 from eyas.shards.reader import ShardReader
+from eyas.shards.shard_cache import shard_cache
 from eyas.stages import common
 from eyas.target.load import require_device
 from eyas.target.locate import ensure
@@ -44,7 +45,7 @@ def _main(argv: Sequence[str]) -> None:
         require_device("train.device", params.train.device)
         identity = fs.read_record(TargetIdentity, target)
         manifest = fs.read_record(ShardManifest, manifest_path)
-        reader = ShardReader(states, manifest)
+        reader = ShardReader(states, manifest, shard_cache(Path.cwd(), manifest))
         held_out(reader.samples)  # a drafter that nothing could judge is refused before it is trained
     with open_world(params.train.device, params.train.packs_per_step) as world:
         world.on_first(lambda: ensure(identity, params.target) and None)

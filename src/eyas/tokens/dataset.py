@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,8 @@ SCHEMA = pa.schema(
         ("loss_mask", pa.list_(pa.uint8())),
     ]
 )
+FACTS = tuple(SCHEMA.names[:6])
+"""Columns without ids and mask; the last is ``num_tokens``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,23 @@ class TokenIndex:
     def trained_rows(self) -> tuple[int, int]:
         """(rows of each aux stream, rows of last) that a training can read."""
         return self.num_trained_aux_rows, self.num_trained_last_rows
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """One sample as it is stored."""
+
+    facts: dict[str, Any]
+    """Columns without ids and mask; ``num_tokens`` among them."""
+    input_ids_T: np.ndarray
+    loss_mask_T: np.ndarray
+
+    @property
+    def sample(self) -> TokenSample:
+        """As a record."""
+        facts = {name: value for name, value in self.facts.items() if name != "num_tokens"}
+        ids, mask = self.input_ids_T.tolist(), self.loss_mask_T.tolist()
+        return TokenSample(**facts, input_ids=tuple(ids), loss_mask=tuple(mask))
 
 
 def sample_id_of(input_ids_T: np.ndarray, loss_mask_T: np.ndarray) -> str:
@@ -171,13 +191,24 @@ def iter_tokens(folder: Path) -> Iterator[TokenSample]:
     Raises:
         DataError: The dataset is missing, damaged, or not what its index says.
     """
+    for row in iter_rows(folder):
+        yield row.sample
+
+
+def iter_rows(folder: Path) -> Iterator[TokenRow]:
+    """The same as rows whose ids and masks stay arrays.
+
+    Raises:
+        DataError: The dataset is missing, damaged, or not what its index says.
+    """
     index = read_index(folder)
     row_digests = []
     for columns, ids_list, mask_list in _row_groups(folder):
         for i, (ids_T, mask_T) in enumerate(zip(ids_list, mask_list, strict=True)):
-            sample = _sample(folder, {name: values[i] for name, values in columns.items()}, ids_T, mask_T)
-            row_digests.append(_row_digest(sample))
-            yield sample
+            row = TokenRow({name: values[i] for name, values in columns.items()}, ids_T, mask_T)
+            _check_lengths(folder, row)
+            row_digests.append(_digest_of(row.facts, ids_T, mask_T))
+            yield row
     found = _combine(row_digests)
     if found != index.tokens_sha256:
         raise DataError(f"{folder}: content hash {found[:16]}, expected {index.tokens_sha256[:16]}", REMAKE)
@@ -238,7 +269,13 @@ def read_group(folder: Path, group: int) -> list[TokenSample]:
     with _open(folder) as file:
         columns, ids, masks = _columns(folder, file, group)
     names = [{name: values[i] for name, values in columns.items()} for i in range(len(ids))]
-    return [_sample(folder, row, ids_T, mask_T) for row, ids_T, mask_T in zip(names, ids, masks, strict=True)]
+    rows = zip(names, ids, masks, strict=True)
+    return [_sample_of(row, ids_T, mask_T) for row, ids_T, mask_T in rows]
+
+
+def _sample_of(row: dict[str, Any], ids_T: np.ndarray, mask_T: np.ndarray) -> TokenSample:
+    facts = {name: value for name, value in row.items() if name != "num_tokens"}
+    return TokenSample(**facts, input_ids=tuple(ids_T.tolist()), loss_mask=tuple(mask_T.tolist()))
 
 
 def check_row(sample: TokenSample) -> None:
@@ -292,12 +329,17 @@ def _table(group: Sequence[TokenSample]) -> pa.Table:
 
 def _row_digest(sample: TokenSample) -> bytes:
     """Digest of every value of a row; refuses an id that is not its content's."""
+    facts = {name: getattr(sample, name) for name in FACTS if name != "num_tokens"}
     ids_T, mask_T = np.asarray(sample.input_ids, dtype="<i4"), np.asarray(sample.loss_mask, dtype=np.uint8)
+    return _digest_of(facts, ids_T, mask_T)
+
+
+def _digest_of(facts: dict[str, Any], ids_T: np.ndarray, mask_T: np.ndarray) -> bytes:
     named = sample_id_of(ids_T, mask_T)
-    if named != sample.sample_id or len(ids_T) != len(mask_T):
-        raise DataError(f"sample {sample.sample_id}: its ids and mask are those of {named}", REMAKE)
-    facts = [sample.sample_id, sample.conversation_id, sample.source, sample.split, sample.variant, len(ids_T)]
-    return hashlib.sha256(canonical_json(facts).encode() + b"\n" + ids_T.tobytes() + mask_T.tobytes()).digest()
+    if named != facts["sample_id"] or len(ids_T) != len(mask_T):
+        raise DataError(f"sample {facts['sample_id']}: its ids and mask are those of {named}", REMAKE)
+    listed = [*(facts[name] for name in FACTS[:-1]), len(ids_T)]
+    return hashlib.sha256(canonical_json(listed).encode() + b"\n" + ids_T.tobytes() + mask_T.tobytes()).digest()
 
 
 def _combine(row_digests: Iterable[bytes]) -> str:
@@ -332,20 +374,24 @@ def _columns(
     table = file.read_row_group(group)
     if any(column.null_count for column in table.columns):
         raise DataError(f"{folder}: row group {group} has empty fields", REMAKE)
-    columns = {name: table[name].to_pylist() for name in SCHEMA.names[:6]}
+    columns = {name: table[name].to_pylist() for name in FACTS}
     return columns, _arrays(table["input_ids"]), _arrays(table["loss_mask"])
 
 
 def _arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
-    return [scalar.values.to_numpy() for scalar in column]
+    """The lists of a column, each a view of one array."""
+    lists: list[np.ndarray] = []
+    for chunk in column.chunks:
+        values, bounds = chunk.values.to_numpy(), chunk.offsets.to_numpy().tolist()
+        lists += [values[begin:end] for begin, end in itertools.pairwise(bounds)]
+    return lists
 
 
-def _sample(folder: Path, row: dict[str, Any], ids_T: np.ndarray, mask_T: np.ndarray) -> TokenSample:
-    if not len(ids_T) == len(mask_T) == row["num_tokens"]:
+def _check_lengths(folder: Path, row: TokenRow) -> None:
+    num_ids, num_mask, expected = len(row.input_ids_T), len(row.loss_mask_T), row.facts["num_tokens"]
+    if not num_ids == num_mask == expected:
         raise DataError(
-            f"{folder}: sample {row['sample_id']} has {len(ids_T)} ids and {len(mask_T)} mask values, "
-            f"expected {row['num_tokens']}",
+            f"{folder}: sample {row.facts['sample_id']} has {num_ids} ids and {num_mask} mask values, "
+            f"expected {expected}",
             REMAKE,
         )
-    row = {name: value for name, value in row.items() if name != "num_tokens"}
-    return TokenSample(**row, input_ids=tuple(ids_T.tolist()), loss_mask=tuple(mask_T.tolist()))

@@ -28,7 +28,7 @@ from eyas.ops.verify_journal import Journal
 from eyas.ops.verify_states import verify_states
 from eyas.shards.consistency import INCOHERENT
 from eyas.shards.format import block_name
-from eyas.shards.reader import open_entry
+from eyas.shards.opening import open_entry
 from eyas.shards.verify import Finding
 
 

@@ -23,7 +23,7 @@ from eyas.ops.repair import repair
 from eyas.ops.verify_states import verify_states
 from eyas.shards.calibration import Calibration, write_calibration
 from eyas.shards.format import CALIBRATION, block_name
-from eyas.shards.reader import open_entry
+from eyas.shards.opening import open_entry
 from eyas.shards.verify import set_scales
 
 

@@ -14,7 +14,8 @@ from eyas import fs
 from eyas.contracts import ShardManifest
 from eyas.errors import CaptureError, StoreError
 from eyas.shards import writer
-from eyas.shards.reader import ShardReader, read_header
+from eyas.shards.opening import read_header
+from eyas.shards.reader import ShardReader
 from eyas.shards.spool import Spool
 from eyas.shards.verify import verify
 

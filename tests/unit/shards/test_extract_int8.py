@@ -15,7 +15,8 @@ from eyas.engines.loop import ExtractLimits, extract
 from eyas.errors import CaptureError, StoreError
 from eyas.shards.calibration import Calibration, calibration_samples, write_calibration
 from eyas.shards.int8 import Int8Codec
-from eyas.shards.reader import ShardReader, read_header
+from eyas.shards.opening import read_header
+from eyas.shards.reader import ShardReader
 from eyas.shards.verify import verify
 
 FILE = "calibration.safetensors"

@@ -1,6 +1,7 @@
 """The driver of a cluster and its workers, as threads here: the same bytes as a run without one, whatever happens."""
 
 import dataclasses
+import socket
 import sys
 
 import pytest
@@ -146,7 +147,7 @@ def test_a_node_s_own_disk_comes_first_when_it_is_named(case, unbroken, on_threa
     monkeypatch.setenv("EYAS_RAY_SPOOL", str(tmp_path / "node"))
     seen = []
     monkeypatch.setattr(
-        driver, "verify_file", lambda path, entry, identity: seen.append(entry.path) or []
+        driver, "verify_file", lambda path, entry, identity: seen.append(entry.path) or (None, [])
     )  # a copy is read through
     run_on(case)
     assert case.hashes() == unbroken
@@ -163,6 +164,17 @@ def test_a_node_with_another_engine_is_refused(case, on_threads):
 
     on_threads.edit = staticmethod(edit)
     with pytest.raises(StoreError, match="node node-7 has the engine fake 2, the plan was made for fake 1"):
+        run_on(case)
+
+
+def test_a_node_with_another_eyas_is_refused(case, on_threads):
+    """Somebody pulled while a run went on: a worker that was hired later would write other bytes."""
+
+    def edit(name, news):
+        return dataclasses.replace(news, ready=news.ready and dataclasses.replace(news.ready, host="n7", code="other"))
+
+    on_threads.edit = staticmethod(edit)
+    with pytest.raises(StoreError, match="node n7 runs another eyas"):
         run_on(case)
 
 
@@ -234,6 +246,18 @@ def test_ray_is_not_installed(case, monkeypatch):
     assert "eyas[ray]" in caught.value.hint
     assert adapter.findings()[0][1] == "problem"
     assert not case.spool.exists()
+
+
+def test_a_cluster_that_does_not_answer_is_said_at_once(case, monkeypatch):
+    pytest.importorskip("ray")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # nobody listens
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        monkeypatch.setenv("EYAS_RAY_ADDRESS", address)
+        with pytest.raises(ServerError, match=f"the Ray cluster at {address} is not reached") as caught:
+            run_on(case)
+        assert "ray status" in caught.value.hint
+        assert [row[1] for row in adapter.findings()] == ["found", "problem"]
 
 
 def test_one_server_for_all_workers_is_refused(monkeypatch):

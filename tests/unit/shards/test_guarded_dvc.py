@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from dvc_repository import EXTRACT, MANIFEST, STATES, DvcRepository
+from ruamel.yaml import YAML
 
 from eyas import fs
 from eyas.plan.cache import cache_object, locked_stage
@@ -54,7 +55,34 @@ def test_a_parameter_outside_the_identity_costs_no_capture(finished):
     repository.ok("dvc", "repro", "-q", "plan")
     assert "Running stage 'extract'" in repository.ok("dvc", "repro", "--dry", "extract")
     assert "nothing was captured" in healed(finished)
-    assert locked_stage(repository.root, "extract")["params"]["params.yaml"]["extract"]["reserve_bytes"] == 7
+    assert locked_stage(repository.root, "extract")["params"]["params.yaml"]["extract.reserve_bytes"] == 7
+
+
+def test_the_executor_reruns_nothing(finished):
+    """It decides no byte and is tracked by no stage: DVC finds nothing changed, with or without the guard."""
+    repository, _ = finished
+    assert is_clean(repository)
+    repository.set(executor="ray")
+    assert json.loads(repository.run("dvc", "status", "--json", "plan", "extract").stdout) == {}
+    assert is_clean(repository)
+    assert "Running stage 'extract'" not in repository.ok("dvc", "repro", "--dry", "extract")
+    healed(finished)
+    repository.set(executor="local")
+
+
+def test_a_lock_of_an_earlier_pipeline_costs_no_capture(finished):
+    """It has the section `extract` as a whole: DVC would run the stage, the guard notes the states anew."""
+    repository, _ = finished
+    path = repository.root / "dvc.lock"
+    noted = YAML(typ="safe").load(path)
+    for name in ("plan", "extract"):
+        values = noted["stages"][name]["params"]["params.yaml"]
+        section = {key.removeprefix("extract."): values.pop(key) for key in list(values) if key.startswith("extract.")}
+        values["extract"] = section
+    with path.open("w") as handle:
+        YAML().dump(noted, handle)
+    assert not is_clean(repository)
+    assert "nothing was captured" in healed(finished)
 
 
 def test_one_lost_cache_object_is_healed_from_the_workspace(finished):

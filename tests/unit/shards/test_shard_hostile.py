@@ -13,7 +13,8 @@ from eyas.canonical import canonical_json
 from eyas.contracts import ShardManifest
 from eyas.errors import StoreError
 from eyas.shards.format import NO_CHECKSUM, checksum, parse_header
-from eyas.shards.reader import ShardReader, read_header
+from eyas.shards.opening import read_header
+from eyas.shards.reader import ShardReader
 from eyas.shards.verify import verify
 
 HIDDEN_SIZE = 8

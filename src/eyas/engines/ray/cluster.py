@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +31,12 @@ if TYPE_CHECKING:
 
 ADDRESS_VARIABLES = ("EYAS_RAY_ADDRESS", "RAY_ADDRESS")
 INSTALL = "pip install 'eyas[ray]', in the environment of every node"
-ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
-"""Of a Ray that is started here: nothing is reported to its makers, and no worker is ended because the machine's memory
-runs low; a run without Ray is not ended either."""
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"}
+"""Of a Ray that is started here: nothing is reported to its makers; as without Ray no worker is ended because the machine's
+memory runs low, and none stands behind other programs (Ray's own niceness is 15)."""
 POLL_S = 2.0
 """A worker with nothing to say answers after so long."""
-STOP_S = 20.0
+STOP_S, CONNECT_S = 20.0, 10.0
 STORE_BYTES = 1 << 30
 """Of a Ray of our own: only token ids and a few samples pass through it."""
 
@@ -65,8 +68,11 @@ class Cluster:
         if not self.address:
             settings |= {"include_dashboard": False, "object_store_memory": STORE_BYTES}
         try:
-            ray.init(address=self.address or "local", **settings)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            _knock(self.address)
+            with _own_sigterm():
+                ray.init(address=self.address or "local", **settings)
+        except Exception as error:  # Ray raises bare ones: a node that was too slow to start, say
+            ray.shutdown()
             reason = str(error).strip().split("\n")[0]
             where = f"the Ray cluster at {self.address} is not reached" if self.address else "Ray does not start here"
             raise ServerError(f"{where}: {reason}", self._hint()) from error
@@ -180,6 +186,28 @@ class Cluster:
 
 def _address() -> str:
     return next(filter(None, map(os.environ.get, ADDRESS_VARIABLES)), "")
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Ray sets a handler of its own, which ends this process by another code than Ctrl-C's way out."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+def _knock(address: str) -> None:
+    """Whether anybody listens there: Ray itself tries for minutes.
+
+    Raises:
+        OSError: Nobody does.
+    """
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
 
 
 def _import_ray() -> Any:

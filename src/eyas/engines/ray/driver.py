@@ -27,10 +27,10 @@ from eyas.engines.pipeline import check_failures, num_writers
 from eyas.engines.ray.cluster import Cluster
 from eyas.engines.ray.handout import Handout
 from eyas.engines.ray.spec import PROOF, EngineSpec, Lost, News, Ready, WorkerSpec
-from eyas.engines.ray.worker import THREADS, kernel
+from eyas.engines.ray.worker import THREADS, code_digest, kernel
 from eyas.errors import EyasError, ServerError, StoreError
 from eyas.plan.watch import Watch
-from eyas.shards.reader import check_identity, read_header
+from eyas.shards.opening import check_identity, read_header
 from eyas.shards.verify import verify_file
 from eyas.shards.writer import LOOK_BYTES, FinishedShard
 
@@ -95,7 +95,7 @@ class _Driver:
     ) -> None:
         self._executor, self._run, self._watch, self._cluster = executor, run, watch, cluster
         self._incoming, self._acceptors = run.spool.incoming.resolve(), acceptors
-        self._facts = run.engine.describe()
+        self._facts, self._code = run.engine.describe(), code_digest()
         self._handout = Handout(run.left)
         self._gpus = config.knob(GPUS_VARIABLE, executor.engine.num_gpus) if executor.engine.num_gpus else 0
         self._ready: dict[str, Ready] = {}
@@ -134,7 +134,11 @@ class _Driver:
             self._cluster.hire(self._spec(f"w{self._num_hired}-{self._nonce}"), self._gpus)
         if not self._ready and now_s - self._noted_s > WAIT_NOTE_S:
             self._noted_s = now_s
-            console.log(f"extract: {len(self._cluster.names)} workers are asked for, none is ready yet")
+            room = self._cluster.places(self._gpus)
+            console.log(
+                f"extract: {len(self._cluster.names)} workers are asked for, none is ready yet; the nodes that are there "
+                f"have room for {room}"
+            )
 
     def _spec(self, name: str) -> WorkerSpec:
         run, folder, proof = self._run, self._incoming / name, secrets.token_hex(8)
@@ -156,7 +160,7 @@ class _Driver:
 
     def _hand_out(self) -> None:
         for name in self._ready:
-            while (planned := self._handout.next_for(name)) is not None:
+            while (planned := self._handout.next_for(name, len(self._cluster.names))) is not None:
                 if not self._watch.has_room(planned):
                     if self._handout.num_out:
                         return  # what is out is expected to take so much; once it lies there, it is known
@@ -186,6 +190,11 @@ class _Driver:
             raise StoreError(
                 f"node {ready.host} has the engine {' '.join(found)}, the plan was made for {' '.join(expected)}",
                 "install the same versions on every node: states of two are not mixed",
+            )
+        if ready.code != self._code:
+            raise StoreError(
+                f"node {ready.host} runs another eyas than this driver did when it started: its shards may have other bytes",
+                "one checkout for all nodes, unchanged while a run goes on; then run the same command again",
             )
         devices = f", GPU {ready.devices}" if self._gpus else ""
         console.log(
@@ -242,7 +251,7 @@ class _Driver:
             path, identity = self._incoming / name / entry.path, self._run.spool.identity
             ready = self._ready.get(name)
             if ready is None or ready.is_copying or ready.kernel != kernel():
-                for finding in verify_file(path, entry, identity):
+                for finding in verify_file(path, entry, identity)[1]:
                     raise StoreError(finding.problem)
             header, size_bytes = read_header(path, entry.path)
             check_identity(header, identity, entry.path)

@@ -67,6 +67,8 @@ class Ready:
     pid: int
     kernel: str
     """Names the running kernel: two that share it share their page cache."""
+    code: str
+    """Digest of the eyas that runs there."""
     is_copying: bool
     """Shards are written on the node's own disk first."""
     devices: str

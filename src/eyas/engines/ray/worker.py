@@ -148,6 +148,7 @@ class Worker:
             host=socket.gethostname(),
             pid=os.getpid(),
             kernel=kernel(),
+            code=code_digest(),
             is_copying=bool(os.environ.get(SPOOL_VARIABLE)),
             devices=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             facts=engine.describe(),
@@ -258,6 +259,16 @@ def copy_shard(source: Path, target: Path, md5: str) -> None:
 def kernel() -> str:
     """Names the kernel that runs here."""
     return BOOT_ID.read_text().strip()
+
+
+def code_digest() -> str:
+    """Of every module of the eyas that this process would import now."""
+    import eyas
+    from eyas import fs
+    from eyas.canonical import digest
+
+    root = Path(eyas.__file__).parent
+    return digest([fs.file_digest(path, root) for path in sorted(root.rglob("*.py"))])
 
 
 def _settle_in(spec: WorkerSpec) -> None:

@@ -40,7 +40,8 @@ from eyas.shards.format import (
     lay_out,
     pack_header,
 )
-from eyas.shards.reader import ShardReader, StoredStates, open_entry, open_shard
+from eyas.shards.opening import open_entry, open_shard
+from eyas.shards.reader import ShardReader, StoredStates
 from eyas.shards.verify import Against, check_set, check_shard, incoherent_findings
 from eyas.shards.writer import ShardAssembly
 

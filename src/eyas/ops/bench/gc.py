@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,20 +110,29 @@ class ScriptedProject:
         shards = [self._object(f"{name}-{index}", size) for index, size in enumerate(sizes)]
         for index, shard in enumerate(shards):
             shard["path"] = f"shards-{index // 64:03d}/{index}.safetensors"
-        listed = sorted(({"md5": s["md5"], "relpath": s["path"]} for s in shards), key=lambda entry: entry["relpath"])
-        folder = self._store(json.dumps(listed).encode(), ".dir")
-        manifest = json.dumps({"identity": hashlib.sha256(name.encode()).hexdigest(), "shards": shards}).encode()
-        manifest_md5 = self._store(manifest)
-        (self.root / "dvc.lock").write_text(
-            LOCK.format(
-                states=STATES, name=folder, size=sum(sizes), num=len(sizes),
-                manifest=MANIFEST, manifest_md5=manifest_md5, manifest_size=len(manifest),
-            )
-        )  # fmt: skip
+        identity = hashlib.sha256(name.encode()).hexdigest()
+        manifest_md5 = self.record(shards, json.dumps({"identity": identity, "shards": shards}).encode())
         for shard in shards if is_linked else []:
             self._link(shard["md5"], f"{STATES}/{shard['path']}")
         if is_linked:
             self._link(manifest_md5, MANIFEST)
+        self.commit(name)
+
+    def record(self, shards: Sequence[Mapping[str, Any]], manifest: bytes) -> str:
+        """Name a generation in ``dvc.lock``, its list and its manifest in the cache; the manifest's md5."""
+        listed = sorted(({"md5": s["md5"], "relpath": s["path"]} for s in shards), key=lambda entry: entry["relpath"])
+        folder = self._store(json.dumps(listed).encode(), ".dir")
+        manifest_md5 = self._store(manifest)
+        (self.root / "dvc.lock").write_text(
+            LOCK.format(
+                states=STATES, name=folder, size=sum(s["size_bytes"] for s in shards), num=len(shards),
+                manifest=MANIFEST, manifest_md5=manifest_md5, manifest_size=len(manifest),
+            )
+        )  # fmt: skip
+        return manifest_md5
+
+    def commit(self, name: str) -> None:
+        """Commit everything that git sees."""
         self._git("add", "-A")
         self._git("commit", "-qm", name)
 
@@ -133,7 +142,7 @@ class ScriptedProject:
 
     def _store(self, data: bytes, suffix: str = "") -> str:
         md5 = hashlib.md5(data, usedforsecurity=False).hexdigest() + suffix
-        path = self._cached(md5)
+        path = self.cached(md5)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         path.chmod(0o444)
@@ -142,7 +151,8 @@ class ScriptedProject:
     def _link(self, md5: str, place: str) -> None:
         path = self.root / place
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.link(self._cached(md5), path)
+        os.link(self.cached(md5), path)
 
-    def _cached(self, md5: str) -> Path:
+    def cached(self, md5: str) -> Path:
+        """Where the cache keeps an object."""
         return self.root / ".dvc/cache/files/md5" / md5[:2] / md5[2:]

@@ -99,7 +99,9 @@ def _rates(engine: SglangEngine, samples: Sequence[TokenSample]) -> dict[str, An
     for number, mode in enumerate(MODES):
         seconds = prefill(engine, samples, f"turn-{number}") if mode == "prefill" else capture(engine, samples)
         runs[mode].append(num_tokens / seconds)
-    middle = {mode: statistics.median(rates) for mode, rates in runs.items()}  # a turn may stand still for other reasons
+    middle = {
+        mode: statistics.median(rates) for mode, rates in runs.items()
+    }  # a turn may stand still for other reasons
     session = engine.keeper.session
     assert session.hello is not None
     assert session.server is not None

@@ -30,7 +30,10 @@ def _ray_hashes(args: argparse.Namespace) -> dict[str, Any]:
 def _ray_kills(args: argparse.Namespace) -> dict[str, Any]:
     from eyas.ops.bench import scale_ray
 
-    return scale_ray.kills(args.work / "kills", Path.cwd(), args.runs, args.seed)
+    found: dict[str, Any] = {}
+    for found in scale_ray.kills(args.work / "kills", Path.cwd(), args.runs, args.seed):
+        write(found)  # an hour on a busy machine: what was done counts
+    return found
 
 
 def _ray_overhead(args: argparse.Namespace) -> dict[str, Any]:
@@ -39,7 +42,26 @@ def _ray_overhead(args: argparse.Namespace) -> dict[str, Any]:
     return scale_ray.overhead(args.work / "overhead", Path.cwd())
 
 
-PARTS: dict[str, Part] = {"hashes": _ray_hashes, "kills": _ray_kills, "overhead": _ray_overhead}
+def _planner(args: argparse.Namespace) -> dict[str, Any]:
+    from eyas.ops.bench import scale_plan
+
+    return scale_plan.measure(args.work / "planner", Path("params.yaml"))
+
+
+def _simulation(args: argparse.Namespace) -> dict[str, Any]:
+    from eyas.ops.simulate.runs import judge
+    from eyas.ops.simulate.text import judged_json
+
+    return {"simulation": judged_json(judge(args.smaller, args.larger))}
+
+
+PARTS: dict[str, Part] = {
+    "simulation": _simulation,
+    "planner": _planner,
+    "hashes": _ray_hashes,
+    "kills": _ray_kills,
+    "overhead": _ray_overhead,
+}
 
 
 def main() -> None:
@@ -49,6 +71,9 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS), help="of the report, by comma")
     parser.add_argument("--runs", type=int, default=50, help="of part kills")
     parser.add_argument("--seed", type=int, default=0, help="of part kills")
+    smaller, larger = Path(".eyas/smoke/reports"), Path("reports")
+    parser.add_argument("--smaller", nargs="+", type=Path, default=[smaller], help="of part simulation: runs known")
+    parser.add_argument("--larger", type=Path, default=larger, help="of part simulation: the run that is predicted")
     scale_engines.add_arguments(parser)
     args = parser.parse_args()
     args.work = args.work.resolve()

@@ -2,8 +2,9 @@
 
 ``hashes``: real samples through transformers, here and with 1, 2 and 4 workers. ``kills``: the fake engine, so that a run
 takes seconds, while workers and nodes are killed at random. ``overhead``: real samples, here and with one worker in
-turns; counted is the time in which the engine works, from open to the last shard, with the CPU time of every process of
-ours and of Ray's in it. Starting Ray and a worker is not in it and stands beside it.
+turns; counted is the CPU time from the open engine to the last shard, of driver and worker and of Ray's own processes,
+which take some all the time: on a busy machine, where the same work takes longer, more of it. Starting Ray and a worker is
+not in it and stands beside it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,8 +42,8 @@ from eyas.tokens.dataset import iter_tokens
 COUNTS = (1, 2, 4)
 HASH_TOKENS, HASH_SHARDS = 6_000, 12
 OVERHEAD_TOKENS, OVERHEAD_SHARDS, OVERHEAD_ROUNDS = 24_000, 8, 2
-KILL_SHAPE = {"num_hidden_layers": 6, "hidden_size": 512, "vocab_size": 1000, "max_position_embeddings": 4096}
-KILL_SAMPLES, KILL_NODES, MOST_KILLS = 240, 2, 3
+KILL_SHAPE = {"num_layers": 6, "hidden_size": 512, "vocab_size": 1000, "max_position_embeddings": 4096}
+KILL_SAMPLES, KILL_NODES, MOST_KILLS, NODE_SHARE = 240, 2, 3, 0.34
 TICK_S = 0.1
 
 
@@ -149,85 +151,70 @@ def _workers(count: int) -> Iterator[None]:
             os.environ[WORKERS_VARIABLE] = before
 
 
-@dataclass(slots=True)
-class _Killer:
-    """Strikes a run from a thread of its own, at random moments while it has something to lose."""
-
-    nodes: Nodes
-    dice: random.Random
-    executor: RayExecutor
-    num_shards: int
-    kinds: list[str] = field(default_factory=list)
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    def work(self) -> None:
-        """Kill when so many shards are finished, up to ``MOST_KILLS`` times."""
-        moments = sorted(self.dice.randrange(self.num_shards) for _ in range(self.dice.randrange(1, MOST_KILLS + 1)))
-        for moment in moments:
-            while len(self.executor.finishes) < moment or not self._alive():
-                if self.ended.wait(0.005):
-                    return
-            time.sleep(self.dice.random() * 0.2)
-            if self.dice.random() < 0.34:
-                self.nodes.kill_one(self.dice)
-                self.kinds.append("node")
-            elif alive := self._alive():
-                os.kill(self.dice.choice(alive), signal.SIGKILL)
-                self.kinds.append("worker")
-
-    def _alive(self) -> list[int]:
-        pids = [ready.pid for _, ready in list(self.executor.workers.values())]
-        return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-
-
-def kills(work: Path, root: Path, num_runs: int, seed: int) -> dict[str, Any]:
-    """Runs with kills; ``lost`` counts those whose bytes are not the undisturbed run's."""
+def kills(work: Path, root: Path, num_runs: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Runs with kills, the figures so far after each; ``lost`` counts those whose bytes are not the undisturbed run's."""
     case = fake_case(fs.read_record(CapturePlan, root / "data/plan.json"))
     expected, dice = case.run(work, None), random.Random(seed)  # noqa: S311 - moments, no secret
     lost, kinds, lost_workers = 0, list[str](), 0
-    with Nodes(KILL_NODES) as nodes:
+    with Nodes(KILL_NODES) as nodes, ThreadPoolExecutor(1) as pool:
         for number in range(num_runs):
             executor = RayExecutor(case.spec)
-            killer = _Killer(nodes, dice, executor, len(case.plan.shards))
-            thread = threading.Thread(target=killer.work, daemon=True)
-            thread.start()
-            found = case.run(work, executor)
-            killer.ended.set()
-            thread.join()
-            kinds += killer.kinds
-            lost += found != expected
-            lost_workers += executor.num_lost_workers
-            console.log(
-                f"scale: run {number + 1} of {num_runs}: {killer.kinds}, {'lost' if found != expected else 'whole'}"
-            )
-    return {
-        "kill_runs": num_runs, "kills": len(kinds), "kill_kinds": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
-        "lost": lost, "lost_workers": lost_workers,
-    }  # fmt: skip
+            # The run in a thread: Ray starts nodes from the main one alone.
+            running = pool.submit(case.run, work, executor)
+            struck = _strike(nodes, dice, executor, running, len(case.plan.shards))
+            is_lost = running.result() != expected
+            kinds, lost, lost_workers = kinds + struck, lost + is_lost, lost_workers + executor.num_lost_workers
+            console.log(f"scale: run {number + 1} of {num_runs}: {struck}, {'lost' if is_lost else 'whole'}")
+            yield {
+                "kill_runs": number + 1, "kills": len(kinds), "lost": lost, "lost_workers": lost_workers,
+                "kill_kinds": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
+            }  # fmt: skip
+
+
+def _strike(
+    nodes: Nodes, dice: random.Random, executor: RayExecutor, running: Future[str], num_shards: int
+) -> list[str]:
+    """Kill workers and nodes at random moments of a run, up to ``MOST_KILLS`` times; gives what was killed."""
+
+    def alive() -> list[int]:
+        pids = [ready.pid for _, ready in list(executor.workers.values())]
+        return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+    struck = []
+    for moment in sorted(dice.randrange(num_shards) for _ in range(dice.randrange(1, MOST_KILLS + 1))):
+        while len(executor.finishes) < moment or not alive():
+            if running.done():
+                return struck
+            time.sleep(0.005)
+        time.sleep(dice.random() * 0.2)
+        if dice.random() < NODE_SHARE:
+            nodes.kill_one(dice)
+            struck.append("node")
+        elif pids := alive():
+            os.kill(dice.choice(pids), signal.SIGKILL)
+            struck.append("worker")
+    return struck
 
 
 @dataclass(slots=True)
 class _Meter:
-    """CPU seconds of this process and everything below it, noted all the while."""
+    """CPU seconds of this process and its workers, and of Ray's own processes, noted all the while."""
 
-    notes: list[tuple[float, float]] = field(default_factory=list)
+    notes: list[tuple[float, tuple[float, float]]] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
 
     def work(self) -> None:
         while not self.ended.wait(TICK_S):
             self.notes.append((time.monotonic(), _tree_cpu_s(os.getpid())))
 
-    def between(self, begin_s: float, end_s: float) -> float:
+    def between(self, begin_s: float, end_s: float) -> dict[str, float]:
         """CPU seconds from one moment to another."""
-
-        def at(moment_s: float) -> float:
-            return min(self.notes, key=lambda note: abs(note[0] - moment_s))[1]
-
-        return at(end_s) - at(begin_s)
+        begin, end = (min(self.notes, key=lambda note: abs(note[0] - at_s))[1] for at_s in (begin_s, end_s))
+        return {"cpu_s": end[0] - begin[0], "daemons_cpu_s": end[1] - begin[1]}
 
 
-def _tree_cpu_s(root: int) -> float:
-    """Of a process and all below it, those that ended included."""
+def _tree_cpu_s(root: int) -> tuple[float, float]:
+    """Of a process and the workers below it, and of everything else below it: Ray's own processes."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -241,7 +228,16 @@ def _tree_cpu_s(root: int) -> float:
     while grew:
         more = {pid for pid, parent in parents.items() if parent in below} - below
         below, grew = below | more, bool(more)
-    return sum(ticks.get(pid, 0) for pid in below) / os.sysconf("SC_CLK_TCK")
+    working = {pid for pid in below if pid == root or b"ray::Worker" in _command(pid)}
+    second = os.sysconf("SC_CLK_TCK")
+    return tuple(sum(ticks.get(pid, 0) for pid in pids) / second for pids in (working, below - working))  # type: ignore[return-value]
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def overhead(work: Path, root: Path) -> dict[str, Any]:
@@ -256,8 +252,10 @@ def overhead(work: Path, root: Path) -> dict[str, Any]:
     def middle(key: str, is_ray: bool) -> float:
         return statistics.median(row[key] for row in rows if bool(row["is_ray"]) is is_ray)
 
+    local_s = middle("cpu_s", False)
     return {
-        "ray_overhead": middle("cpu_s", True) / middle("cpu_s", False) - 1,
+        "ray_overhead": (middle("cpu_s", True) + middle("daemons_cpu_s", True)) / local_s - 1,
+        "ray_overhead_without_daemons": middle("cpu_s", True) / local_s - 1,
         "ray_overhead_wall": middle("wall_s", True) / middle("wall_s", False) - 1,
         "ray_start_s": middle("start_s", True), "local_start_s": middle("start_s", False),
         "overhead_rows": rows, "overhead_tokens": case.plan.num_tokens, "machine": config.machine(),
@@ -291,7 +289,7 @@ def _timed(case: Case, work: Path, is_ray: bool) -> dict[str, float]:
     meter.ended.set()
     thread.join()
     ready_s, end_s = marks
-    return {"start_s": ready_s - begin_s, "wall_s": end_s - ready_s, "cpu_s": meter.between(ready_s, end_s)}
+    return {"start_s": ready_s - begin_s, "wall_s": end_s - ready_s, **meter.between(ready_s, end_s)}
 
 
 def _ended_at(executor: Executor, ray: RayExecutor, marks: list[float], is_ray: bool) -> Executor:

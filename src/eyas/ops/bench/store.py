@@ -26,7 +26,8 @@ from eyas.rows import stored_rows
 from eyas.shards.blosc import tensor_bytes
 from eyas.shards.codecs import Codec, decode_block, make_codec
 from eyas.shards.encode import Encoder
-from eyas.shards.reader import ShardReader, open_entry, open_shard, read_encoded
+from eyas.shards.opening import open_entry, open_shard
+from eyas.shards.reader import ShardReader, read_encoded
 from eyas.shards.writer import ShardAssembly
 
 GB = 1_000_000_000

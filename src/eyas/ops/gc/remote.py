@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from eyas import console
 from eyas.generations.objects import LEGACY
+from eyas.shards.remote import Secrets
 
 TIMEOUT_S = 60
 _ASK = """
@@ -97,6 +98,7 @@ def _ask(root: Path, remote: Remote, names: list[str]) -> set[str] | None:
     except (subprocess.TimeoutExpired, ValueError, IndexError):
         found = None
     if found is None:
-        console.log(f"gc: remote {remote.name} ({remote.url}) does not answer: what it has is unknown")
+        url = Secrets(root).out_of(remote.url)
+        console.log(f"gc: remote {remote.name} ({url}) does not answer: what it has is unknown")
         return None
     return {*found[0], *(LEGACY + name for name in found[1])}

@@ -1,0 +1,173 @@
+"""``eyas push``, ``eyas pull`` and ``eyas verify --remote``: states and manifest to a DVC remote and back, and proof.
+
+DVC moves the bytes and goes on where it stopped: objects that arrived are not sent again. What it says is shown without
+credentials, a failed transfer is tried again, and nothing is called done before every object was asked for (after a
+push) or read (after a pull).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from eyas import console, fs
+from eyas.errors import StoreError
+from eyas.ops.published import MANIFEST, OUTS, Published, read_published
+from eyas.shards.handover import StoredFile
+from eyas.shards.remote import RemoteStore, Secrets
+
+ATTEMPTS = 5
+WAIT_S = 1.0
+THREADS = 16
+TAIL_LINES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transferred:
+    """What was moved, or looked at; ``problems`` are empty when nothing is wrong."""
+
+    remote: str
+    num_objects: int
+    num_bytes: int
+    num_read_bytes: int
+    """Of which the md5 was taken."""
+    num_attempts: int
+    problems: tuple[str, ...] = ()
+
+
+def push(root: Path, name: str = "") -> Transferred:
+    """Send states and manifest, then ask the remote for every object.
+
+    Raises:
+        StoreError: There is no manifest or no such remote, or DVC failed several times.
+    """
+    published, store = _published(root), RemoteStore(root, name)
+    num_attempts = _dvc(root, "push", name, OUTS)
+    return _report(store, _objects(published), num_attempts, share=0.0)
+
+
+def pull(root: Path, name: str = "") -> Transferred:
+    """Fetch manifest and states that ``dvc.lock`` names, then read every file.
+
+    Raises:
+        StoreError: There is no such remote, or DVC failed several times.
+    """
+    num_attempts = _dvc(root, "pull", name, OUTS)
+    published = _published(root)
+    with ThreadPoolExecutor(THREADS, "pulled") as pool:
+        found = list(pool.map(lambda file: _local_problem(root / OUTS[0] / file.path, file), published.files))
+    return Transferred(
+        remote=name,
+        num_objects=len(found) + 1,
+        num_bytes=published.num_bytes,
+        num_read_bytes=published.num_bytes,
+        num_attempts=num_attempts,
+        problems=tuple(problem for problem in found if problem),
+    )
+
+
+def verify_remote(root: Path, name: str = "", share: float = 1.0) -> Transferred:
+    """Ask a remote for every object of the published states, and read a share of them.
+
+    Args:
+        root: The repository.
+        name: Of the remote; empty for DVC's default one.
+        share: Of the objects whose bytes are read and hashed.
+
+    Raises:
+        StoreError: There is no manifest or no such remote, or it does not answer.
+    """
+    return _report(RemoteStore(root, name), _objects(_published(root)), 0, share)
+
+
+def _published(root: Path) -> Published:
+    found = read_published(root / MANIFEST)
+    if found is None:
+        raise StoreError(
+            f"{root / MANIFEST} is missing: nothing says which states are meant", "`make extract`, or pull"
+        )
+    return found
+
+
+def _objects(published: Published) -> list[StoredFile]:
+    """Shards, manifest, and the list by which DVC names the folder."""
+    from eyas.shards.handover import dir_object
+
+    listed = StoredFile(OUTS[0], len(dir_object(published.files)), published.states_md5)
+    return [*published.all_files, listed]
+
+
+def _report(store: RemoteStore, objects: Sequence[StoredFile], num_attempts: int, share: float) -> Transferred:
+    read = set(random.Random(0).sample(range(len(objects)), round(share * len(objects))))  # noqa: S311
+    jobs = [(file, index in read) for index, file in enumerate(objects)]
+    with ThreadPoolExecutor(THREADS, "remote") as pool:
+        found = list(pool.map(lambda job: _far_problem(store, *job), jobs))
+    return Transferred(
+        remote=store.name,
+        num_objects=len(objects),
+        num_bytes=sum(file.size_bytes for file in objects),
+        num_read_bytes=sum(objects[index].size_bytes for index in read),
+        num_attempts=num_attempts,
+        problems=tuple(problem for problem in found if problem),
+    )
+
+
+def _far_problem(store: RemoteStore, file: StoredFile, is_read: bool) -> str:
+    size = store.size(file.md5)
+    if size != file.size_bytes:
+        return f"{file.path}: {'missing' if size is None else f'{size:,} bytes'}, expected {file.size_bytes:,} bytes"
+    if not is_read:
+        return ""
+    md5 = hashlib.md5(usedforsecurity=False)
+    for piece in store.pieces(file.md5, file.size_bytes):
+        md5.update(piece)
+    expected = file.md5.removesuffix(".dir")
+    return "" if md5.hexdigest() == expected else f"{file.path}: md5 {md5.hexdigest()}, expected {expected}"
+
+
+def _local_problem(path: Path, file: StoredFile) -> str:
+    if fs.size_or_none(path) != file.size_bytes:
+        return f"{file.path}: {fs.size_or_none(path)} bytes, expected {file.size_bytes:,}"
+    found = fs.hash_file(path, "md5")
+    return "" if found == file.md5 else f"{file.path}: md5 {found}, expected {file.md5}"
+
+
+def _dvc(root: Path, verb: str, name: str, outs: Iterable[str]) -> int:
+    """Run ``dvc push`` or ``pull`` until it succeeds; how often that took."""
+    command = [sys.executable, "-m", "dvc", verb, *(["-r", name] if name else []), *outs]
+    secrets, said = Secrets(root), ""
+    for attempt in range(1, ATTEMPTS + 1):
+        done = subprocess.run(
+            command, cwd=root, env=os.environ | {"DVC_NO_ANALYTICS": "1"}, capture_output=True, text=True, check=False
+        )
+        if done.returncode == 0:
+            return attempt
+        said = "; ".join(secrets.out_of(line) for line in done.stderr.splitlines()[-TAIL_LINES:] if line.strip())
+        console.log(f"dvc {verb}: attempt {attempt} of {ATTEMPTS} failed: {said}")
+        if attempt < ATTEMPTS:
+            time.sleep(WAIT_S * attempt)
+    raise StoreError(
+        f"dvc {verb} failed {ATTEMPTS} times: {said}",
+        f"`eyas {verb}` goes on from here: what arrived is not sent again",
+    )
+
+
+def transferred_text(done: Transferred) -> str:
+    """The figures, then what is wrong."""
+    rows = [
+        ("remote", done.remote or "the default one"),
+        ("objects", f"{done.num_objects:,}, {console.human_bytes(done.num_bytes)}"),
+        ("read", console.human_bytes(done.num_read_bytes)),
+        ("wrong", f"{len(done.problems):,}" if done.problems else "nothing"),
+    ]
+    if done.num_attempts > 1:
+        rows.insert(3, ("attempts", f"{done.num_attempts}"))
+    return "\n\n".join([console.table(rows), *(f"problem: {problem}" for problem in done.problems)])

@@ -1,0 +1,1 @@
+"""Predicting a run past this machine: ``eyas simulate`` (docs/simulate.md)."""

@@ -1,0 +1,357 @@
+"""States on S3 (a real server over HTTP) and on a shared folder: moved, verified, read through a bounded cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("moto", reason="`make test-remotes` installs the server and runs these")
+pytest.importorskip("dvc_s3", reason="`make test-remotes` installs the plugin and runs these")
+
+import torch
+from dvc_repository import MANIFEST, STATES, DvcRepository
+from s3_server import BUCKET, KEY, SECRET, S3Server
+
+from eyas import fs
+from eyas.batches.loader import BatchLoader, order_of
+from eyas.batches.order import Cursor
+from eyas.contracts import ShardManifest
+from eyas.errors import ConfigError, StoreError
+from eyas.ops.gc.remote import pushed_objects
+from eyas.ops.remote import push, verify_remote
+from eyas.shards.reader import ShardReader
+from eyas.shards.remote import RemoteStore, Secrets
+from eyas.shards.shard_cache import ShardCache
+
+LENGTHS = tuple(5 + (7 * i) % 26 for i in range(40))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """States captured once, and committed by DVC."""
+    repository = DvcRepository(tmp_path_factory.mktemp("made") / "repository", LENGTHS)
+    repository.made()
+    return repository
+
+
+@pytest.fixture
+def server():
+    running = S3Server()
+    yield running
+    running.stop()
+
+
+class Repository:
+    """A copy of the made one, with a remote."""
+
+    def __init__(self, made: DvcRepository, root: Path, url: str, endpoint: str = "") -> None:
+        shutil.copytree(made.root, root, symlinks=True)
+        self.root, self.environment = root, made.environment
+        (root / ".dvc/config.local").write_text(
+            f"[core]\n    site_cache_dir = {root}/.dvc/tmp/site\n    remote = there\n"
+            f"['remote \"there\"']\n    url = {url}\n"
+            + (
+                f"    endpointurl = {endpoint}\n    access_key_id = {KEY}\n    secret_access_key = {SECRET}\n"
+                * bool(endpoint)
+            )
+        )
+        self.manifest = fs.read_record(ShardManifest, root / MANIFEST)
+
+    def eyas(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "eyas.cli", *arguments]
+        return subprocess.run(command, cwd=self.root, env=self.environment | more, capture_output=True, text=True)
+
+    def hashes(self) -> dict[str, str]:
+        return {p.path: p.sha256 for p in fs.tree_digests(self.root / STATES)} | {
+            "m": fs.hash_file(self.root / MANIFEST)
+        }
+
+    def forget(self) -> None:
+        """A machine that has the repository and none of its data."""
+        for path in (STATES, ".dvc/cache", ".dvc/tmp"):
+            shutil.rmtree(self.root / path, ignore_errors=True)
+        (self.root / MANIFEST).unlink()
+
+    def reader(self, cache: ShardCache | None) -> ShardReader:
+        return ShardReader(self.root / STATES, self.manifest, cache)
+
+    def cache(self, num_shards: int) -> ShardCache:
+        largest = max(entry.size_bytes for entry in self.manifest.shards)
+        return ShardCache(self.root / "cache", num_shards * largest, RemoteStore(self.root), largest)
+
+
+@pytest.fixture
+def repository(made, server, tmp_path):
+    return Repository(made, tmp_path / "repository", f"s3://{BUCKET}/store", server.url)
+
+
+@pytest.fixture
+def pushed(repository):
+    assert not push(repository.root).problems
+    return repository
+
+
+def key_of(md5: str) -> str:
+    return f"store/files/md5/{md5[:2]}/{md5[2:]}"
+
+
+def same(found, expected):
+    assert found.sample == expected.sample
+    for name in ("input_ids_T", "loss_mask_T", "aux_TAD", "last_TD", "has_last_T"):
+        assert torch.equal(getattr(found, name).nan_to_num(), getattr(expected, name).nan_to_num()), name
+
+
+# ── push, pull, verify ────────────────────────────────────────────────────────────────────────
+
+
+def test_what_was_pushed_comes_back(repository, server):
+    before = repository.hashes()
+    done = repository.eyas("push", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["num_objects"] == len(repository.manifest.shards) + 2
+    assert {key_of(entry.md5) for entry in repository.manifest.shards} <= server.keys()
+    assert repository.eyas("verify", "--remote").returncode == 0
+    repository.forget()
+    assert repository.eyas("pull").returncode == 0
+    assert repository.hashes() == before
+
+
+@pytest.mark.parametrize("kind", ["500", "cut"])
+def test_a_flaky_remote_loses_nothing(repository, server, kind):
+    before = repository.hashes()
+    server.faults.kind, server.faults.share = kind, 0.15
+    assert repository.eyas("push").returncode == 0
+    repository.forget()
+    assert repository.eyas("pull").returncode == 0
+    assert server.faults.num_failed > 5
+    server.faults.share = 0.0
+    assert repository.hashes() == before
+    assert repository.eyas("verify", "--remote").returncode == 0
+
+
+@pytest.mark.parametrize("verb", ["push", "pull"])
+def test_a_killed_transfer_goes_on(repository, server, verb):
+    before = repository.hashes()
+    if verb == "pull":
+        push(repository.root)
+        repository.forget()
+    start = server.faults.num_requests
+    command = [sys.executable, "-m", "eyas.cli", verb]
+    running = subprocess.Popen(
+        command, cwd=repository.root, env=repository.environment, start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    while server.faults.num_requests < start + 6 and running.poll() is None:
+        time.sleep(0.002)
+    os.killpg(running.pid, signal.SIGKILL)
+    assert running.wait() == -signal.SIGKILL
+    done = repository.eyas(verb)
+    assert done.returncode == 0, done.stderr
+    assert repository.hashes() == before
+    assert repository.eyas("verify", "--remote").returncode == 0
+
+
+def test_what_a_remote_lost_or_changed_is_named(pushed, server):
+    lost, changed = pushed.manifest.shards[0], pushed.manifest.shards[1]
+    server.client.delete_object(Bucket=BUCKET, Key=key_of(lost.md5))
+    server.damage(key_of(changed.md5))
+    done = pushed.eyas("verify", "--remote", "there")
+    assert done.returncode == 1
+    assert f"problem: {lost.path}: missing, expected {lost.size_bytes:,} bytes" in done.stdout
+    assert f"problem: {changed.path}: md5 " in done.stdout
+    assert len([line for line in done.stdout.splitlines() if line.startswith("problem")]) == 2
+    assert len(verify_remote(pushed.root, share=0.0).problems) == 1  # sizes alone: the changed one is not seen
+
+
+def test_a_pull_of_other_bytes_is_no_success(pushed, server):
+    changed = pushed.manifest.shards[1]
+    server.damage(key_of(changed.md5))
+    pushed.forget()
+    done = pushed.eyas("pull")
+    assert done.returncode == 1
+    assert f"problem: {changed.path}: md5 " in done.stdout
+
+
+def test_gc_knows_what_s3_has(pushed, server):
+    names = [entry.md5 for entry in pushed.manifest.shards]
+    assert pushed_objects(pushed.root, [*names, "0" * 32]) == set(names)
+    server.client.delete_object(Bucket=BUCKET, Key=key_of(names[0]))
+    assert pushed_objects(pushed.root, names) == set(names[1:])
+    server.stop()
+    assert pushed_objects(pushed.root, names) is None
+
+
+# ── reading through the cache ─────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", ["", "500", "cut", "flip"])
+def test_every_sample_is_read_as_from_the_workspace(pushed, server, kind):
+    expected = {s.sample_id: pushed.reader(None).read(s.sample_id) for s in pushed.reader(None).samples}
+    shutil.rmtree(pushed.root / STATES)
+    reader = pushed.reader(pushed.cache(2))
+    server.faults.kind, server.faults.share, server.faults.methods = kind, 0.2 * bool(kind), ("GET",)
+    assert {sample.sample_id for sample in reader.samples} == set(expected)
+    for name in expected:
+        same(reader.read(name), expected[name])
+    assert (server.faults.num_failed > 0) == bool(kind)
+
+
+def test_a_training_reads_within_the_bound_and_each_shard_once(pushed):
+    local = pushed.reader(None)
+    expected = [d.sample.sample_id for b in batches(local) for d in b.documents]
+    shutil.rmtree(pushed.root / STATES)
+    cache = pushed.cache(len(pushed.manifest.shards))
+    found = [d.sample.sample_id for b in batches(pushed.reader(cache)) for d in b.documents]
+    assert found == expected
+    assert cache.num_fetched_bytes <= sum(entry.size_bytes for entry in pushed.manifest.shards)
+
+
+def batches(reader: ShardReader):
+    order = order_of(reader, [s for s in reader.samples if s.split == "train"], 60, 0)
+    num = len(order.epoch(0))
+    with BatchLoader(reader, (b for b, _ in zip(order.plan(Cursor()), range(num), strict=False))) as loader:
+        found = list(loader)
+    assert not [batch.damaged for batch in found if batch.damaged]
+    return found
+
+
+def test_the_cache_never_holds_more_than_its_bound(pushed):
+    cache, names = pushed.cache(3), [sample.sample_id for sample in pushed.reader(None).samples]
+    bound = 3 * max(entry.size_bytes for entry in pushed.manifest.shards)
+    assert len(pushed.manifest.shards) > 6
+    shutil.rmtree(pushed.root / STATES)
+    reader, seen, over = pushed.reader(cache), [], threading.Event()
+
+    def watch() -> None:
+        while not over.is_set():
+            sizes = [fs.size_or_none(path) or 0 for path in (pushed.root / "cache").iterdir()]
+            seen.append(sum(sizes))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    with ThreadPoolExecutor(8) as pool:
+        for _ in pool.map(reader.read, names * 2):
+            pass
+    over.set()
+    watching.join()
+    assert 0 < max(seen) <= bound
+    assert cache.num_fetched_bytes > sum(entry.size_bytes for entry in pushed.manifest.shards)  # and made room for it
+
+
+def test_what_was_read_last_stays(pushed):
+    a, b, c, *_ = pushed.manifest.shards
+    room = a.size_bytes + max(b.size_bytes, c.size_bytes)  # for two of them
+    cache = ShardCache(pushed.root / "cache", room, RemoteStore(pushed.root), a.size_bytes)
+    for entry in (a, b, a, c):
+        with cache.open(entry):
+            time.sleep(0.01)
+    held = {path.name for path in (pushed.root / "cache").iterdir()}
+    assert a.md5 in held
+    assert c.md5 in held
+    assert b.md5 not in held
+
+
+def test_a_damaged_file_of_the_cache_is_fetched_anew(pushed):
+    expected, name = pushed.reader(None), pushed.reader(None).samples[0].sample_id
+    whole = expected.read(name)
+    shutil.rmtree(pushed.root / STATES)
+    reader = pushed.reader(pushed.cache(2))
+    same(reader.read(name), whole)
+    path = pushed.root / "cache" / pushed.manifest.shards[0].md5
+    data = bytearray(path.read_bytes())
+    data[-40:] = bytes(40)
+    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+    path.write_bytes(data)
+    same(reader.read(name), whole)
+
+
+def test_a_damaged_remote_is_an_error_that_names_the_shard(pushed, server):
+    entry = pushed.manifest.shards[0]
+    name = pushed.reader(None).samples[0].sample_id
+    server.damage(key_of(entry.md5))
+    shutil.rmtree(pushed.root / STATES)
+    reader = pushed.reader(pushed.cache(2))
+    with pytest.raises(StoreError, match=rf"{entry.path}: remote .* holds bytes of md5"):
+        reader.read(name)
+    server.client.delete_object(Bucket=BUCKET, Key=key_of(entry.md5))
+    with pytest.raises(StoreError, match=f"has no object {entry.md5}"):
+        reader.read(name)
+
+
+def test_parts_of_a_killed_process_are_removed(pushed):
+    part = pushed.root / "cache" / f"{'0' * 32}.999999999{fs.PART_SUFFIX}"
+    cache = pushed.cache(1)
+    part.write_bytes(bytes(10_000))
+    with cache.open(pushed.manifest.shards[0]):
+        assert not part.exists()
+
+
+def test_a_bound_below_a_shard_is_refused(pushed):
+    largest = max(entry.size_bytes for entry in pushed.manifest.shards)
+    with pytest.raises(ConfigError, match="EYAS_SHARD_CACHE_BYTES: 10, expected at least"):
+        ShardCache(pushed.root / "cache", 10, RemoteStore(pushed.root), largest)
+
+
+def test_a_shared_folder_is_a_remote_too(made, tmp_path):
+    repository = Repository(made, tmp_path / "repository", str(tmp_path / "shared"))
+    before = repository.hashes()
+    assert repository.eyas("push").returncode == 0
+    assert repository.eyas("verify", "--remote").returncode == 0
+    name = repository.reader(None).samples[3].sample_id
+    expected = repository.reader(None).read(name)
+    shutil.rmtree(repository.root / STATES)
+    same(repository.reader(repository.cache(2)).read(name), expected)
+    repository.forget()
+    assert repository.eyas("pull").returncode == 0
+    assert repository.hashes() == before
+
+
+# ── credentials ───────────────────────────────────────────────────────────────────────────────
+
+
+def everything_written(root: Path) -> bytes:
+    """Every file of a repository but DVC's own settings."""
+    files = (p for p in root.rglob("*") if p.is_file() and p.name != "config.local")
+    return b"\0".join(p.read_bytes() for p in files)
+
+
+def test_credentials_are_neither_printed_nor_stored(repository, server):
+    inside = {"AWS_ACCESS_KEY_ID": "AKIAENVENVENVENVENVE", "AWS_SECRET_ACCESS_KEY": "eNvEnVeNvEnVeNvEnVeNvEnVeNvEnVeNv"}
+    secrets = [KEY, SECRET, *inside.values(), "pass-in-url"]
+    said = []
+    for command in (["push"], ["verify", "--remote"], ["gc-plan", "--json"]):
+        said.append(repository.eyas(*command, **inside))
+    server.faults.share = 1.0  # and when nothing works
+    text = (repository.root / ".dvc/config.local").read_text()
+    for command in (["push"], ["pull"], ["verify", "--remote"]):
+        said.append(repository.eyas(*command, **inside))
+        assert said[-1].returncode == 2, said[-1].stdout
+    (repository.root / ".dvc/config.local").write_text(
+        text + "['remote \"far\"']\n    url = webdavs://me:pass-in-url@127.0.0.1:9/x\n"
+    )
+    said.append(repository.eyas("push", "--remote", "far", **inside))
+    said.append(repository.eyas("verify", "--remote", "far", **inside))
+    for done in said:
+        assert not [secret for secret in secrets if secret in done.stdout + done.stderr], done.args
+    written = everything_written(repository.root)
+    assert not [secret for secret in secrets if secret.encode() in written]
+
+
+def test_texts_lose_what_settings_and_environment_hold(tmp_path):
+    (tmp_path / ".dvc").mkdir()
+    (tmp_path / ".dvc/config.local").write_text(
+        "['remote \"r\"']\n    url = s3://x\n    secret_access_key = hidden-1\n"
+    )
+    secrets = Secrets(tmp_path, {"AWS_SESSION_TOKEN": "hidden-2", "AWS_REGION": "eu-west-1", "HOME": "/home/me"})
+    said = secrets.out_of("hidden-1, hidden-2 in eu-west-1 at https://me:hidden-3@host/x")
+    assert said == "***, *** in eu-west-1 at https://***@host/x"
