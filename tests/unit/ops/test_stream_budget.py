@@ -28,7 +28,8 @@ ROW_BYTES = 4 * HIDDEN_SIZE * 2
 def place(tmp_path: Path) -> Path:
     """60 samples of 25 tokens, every tenth held out, two samples a shard; raw, so that sizes are arithmetic."""
     text = (ROOT / "params.yaml").read_text()
-    changes = {"engine: hf\n  boundaries: []": "engine: fake\n  boundaries: [1, 2, 3]", "codec: blosc2": "codec: raw"}
+    changes = {"\nextract:\n  engine: hf": "\nextract:\n  engine: fake", "codec: blosc2": "codec: raw"}
+    changes |= {"boundaries: []": "boundaries: [1, 2, 3]"}
     changes |= {"shard_bytes: 67108864": f"shard_bytes: {2 * LENGTH * ROW_BYTES}", "source: store": "source: stream"}
     changes |= {"shuffle_shards: 32": "shuffle_shards: 3", "num_steps: 1500": "num_steps: 54"}
     changes |= {"  batch_tokens: 512": f"  batch_tokens: {LENGTH}", "reserve_bytes: 1000000000": "reserve_bytes: 1000"}

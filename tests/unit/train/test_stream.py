@@ -336,7 +336,8 @@ def test_what_cannot_be_streamed_is_refused_before_an_engine_starts(place, monke
 def test_a_ring_that_turns_out_too_small_says_what_it_needs(place, monkeypatch):
     """States compress worse than the stored part foretold: the next step can never be read."""
     root, _ = place
-    monkeypatch.setattr("eyas.batches.streamed_set.SPREAD", 0.6)
+    for name, value in (("SPREAD", 0.01), ("HEADER_BYTES_PER_SAMPLE", 0), ("HEADER_BYTES_PER_SHARD", 0)):
+        monkeypatch.setattr(f"eyas.batches.streamed_set.{name}", value)
     monkeypatch.setenv("EYAS_RING_BYTES", str(least(root)))
     with pytest.raises(DiskError, match=r"the next step needs .* of shards at once"):
         world.run_stream(root)
