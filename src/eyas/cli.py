@@ -130,6 +130,8 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         "of train: on a CPU the states of this repository, on a GPU made-up ones of an 8B target (%(default)s)"
     )
     bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=device_help)
+    share_help = "of train on a CPU: of the rows that train; 0: those of the answers (%(default)s)"
+    bench.add_argument("--share", type=float, default=0.0, help=share_help)
     bench.add_argument("--seeds", type=int, default=3, help="of train-quality: drafters of each trainer (%(default)s)")
     bench.add_argument("--jobs", type=int, default=1, help="of train-quality: peers side by side (%(default)s)")
 

@@ -122,7 +122,12 @@ def bench(arguments: argparse.Namespace) -> int:
     from eyas.ops.bench.run import run, table
 
     options = {
-        "train": {"peers": arguments.peers, "num_rounds": arguments.rounds, "device": arguments.device},
+        "train": {
+            "peers": arguments.peers,
+            "num_rounds": arguments.rounds,
+            "device": arguments.device,
+            "share": arguments.share,
+        },
         "train-quality": {"peers": arguments.peers, "num_seeds": arguments.seeds, "jobs": arguments.jobs},
     }
     figures = run(Path(), arguments.name, **options.get(arguments.name, {}))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +32,10 @@ class Words:
     """A tokenizer whose words are numbers."""
 
     def apply_chat_template(self, messages: list[dict[str, str]], **_options: Any) -> list[int]:
-        return [int(word) for word in messages[0]["content"].split()]
+        return [int(word) for message in messages for word in message["content"].split()]
+
+    def decode(self, ids: list[int], **_options: Any) -> str:
+        return " ".join(map(str, ids))
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +54,8 @@ def trained(models, tmp_path_factory) -> Path:
     asked = prompts(8, target.vocab_size) + prompts(4, target.vocab_size, seed=9)
     lines = [json.dumps({"question": " ".join(map(str, ids)), "answer": ""}) for ids in asked]
     (root / "test.jsonl").write_text("\n".join(lines) + "\n")
+    turns = [{"turns": [" ".join(map(str, ids)), " ".join(map(str, ids[:3]))]} for ids in asked[:3]]
+    (root / "question.jsonl").write_text("\n".join(map(json.dumps, turns)) + "\n")
     return root
 
 
@@ -61,10 +71,8 @@ def surroundings(python, models, tmp_path, monkeypatch):
 
 
 def test_server_tau_is_offline_tau_and_output_is_plain_greedy(trained):
-    request = ServeRequest(
-        sets=(f"gsm8k={trained / 'test.jsonl'}",), batch_sizes=(1, 8), num_prompts=0, max_new_tokens=40,
-        chain_length=STEPS,
-    )  # fmt: skip
+    sets = (f"gsm8k={trained / 'test.jsonl'}", f"mt_bench={trained / 'question.jsonl'}")
+    request = ServeRequest(sets=sets, batch_sizes=(1, 8), num_prompts=0, max_new_tokens=40, chain_length=STEPS)
     found = serve_bench(trained, request)
     assert json.loads((trained / "reports/serve.json").read_text()) == json.loads(json.dumps(found))
     assert found["lossless"]
@@ -72,6 +80,9 @@ def test_server_tau_is_offline_tau_and_output_is_plain_greedy(trained):
         assert batch["equality"]["num_equal_tokens"] == batch["equality"]["num_tokens"] > 200
     asked = found["sets"]["gsm8k"]
     assert asked["num_same_rounds"] == asked["num_prompts"] == 12
+    turns = found["sets"]["mt_bench"]
+    assert turns["num_same_rounds"] == turns["num_prompts"] == 6  # three conversations of two turns
+    assert turns["tau_server"] == turns["tau_offline"]
     assert found["tau_server"] == found["tau_offline"]
     assert 1.3 < found["tau_server"] < STEPS + 1  # a drafter that never or always hits would show little
     assert set(found["speedup"]) == {"1", "8"}
@@ -99,3 +110,53 @@ def test_a_drafter_that_the_server_refuses_is_told_with_its_log(trained, tmp_pat
     request = ServeRequest(sets=(f"gsm8k={trained / 'test.jsonl'}",), batch_sizes=(1,), num_prompts=1, max_new_tokens=2)
     with pytest.raises(ServerError, match=r"did not start(.|\n)*NONSENSE"):
         serve_bench(trained, request)
+
+
+def strike(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> list[int]:
+    """Let ``act`` have the server's process while it answers; returns the processes that were started."""
+    asked, pids = run.run_pass, []
+
+    def run_pass(session, *rest):
+        if not pids:
+            assert members(session.server.pid)
+            pids.append(session.server.pid)
+            threading.Timer(0.2, act, [session.server.pid]).start()
+        return asked(session, *rest)
+
+    monkeypatch.setattr(run, "run_pass", run_pass)
+    return pids
+
+
+def members(group: int) -> list[str]:
+    """Processes of a group that run: those that only wait to be reaped aside."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, _, rest = entry.read_text().rpartition(")")
+            state, _, of_group = rest.split()[:3]
+            if int(of_group) == group and state != "Z":
+                found.append(name)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("act", "error", "told"),
+    [
+        (lambda pid: os.kill(pid, signal.SIGKILL), ServerError, r"ended by SIGKILL(.|\n)*server-1\.log ends with"),
+        (lambda _: os.kill(os.getpid(), signal.SIGINT), KeyboardInterrupt, None),
+    ],
+    ids=["killed", "interrupted"],
+)
+def test_an_end_in_the_middle_leaves_no_process_and_no_report(trained, monkeypatch, act, error, told):
+    (trained / "reports/serve.json").unlink(missing_ok=True)
+    pids = strike(monkeypatch, act)
+    request = ServeRequest(sets=(f"gsm8k={trained / 'test.jsonl'}",), batch_sizes=(1,), num_prompts=0)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(error, match=told):
+            serve_bench(trained, request)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not members(pids[0])
+    assert not (trained / "reports/serve.json").exists()

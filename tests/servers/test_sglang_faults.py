@@ -18,7 +18,7 @@ from eyas.ops.bench import faults
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 BOUNDARIES = (2, 3, 4)
-WATCHDOG_S = 10
+WATCHDOG_S = faults.WATCHDOG_S
 
 
 @pytest.fixture

@@ -257,7 +257,7 @@ class EvaluateConfig:
     """Of these, decoded one at a time as well."""
     num_bootstrap: int = 1000
     seed: int = 0
-    revision: int = 3
+    revision: int = 4
 
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""
@@ -287,7 +287,7 @@ class ExportConfig:
     """Name the server knows the target by; written where a format asks for it, never a local path."""
     target_licence: str = ""
     """The hub's identifier of the target's licence, for the model card."""
-    revision: int = 2
+    revision: int = 3
 
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""

@@ -62,9 +62,9 @@ class ChainAcceptance:
     """The greedy walk with chains of one length; drafts do not depend on it, rounds do."""
 
     tau: float
-    tau_low: float
-    tau_high: float
-    """95 % bootstrap interval over conversations."""
+    tau_low: float | None
+    tau_high: float | None
+    """95 % bootstrap interval over conversations; none of a single one."""
     alpha: tuple[float, ...]
     accepted: tuple[int, ...]
     """Rounds that accepted 0, 1, … draft tokens."""
@@ -81,8 +81,8 @@ class SampledAcceptance:
 
     temperature: float
     tau: float
-    tau_low: float
-    tau_high: float
+    tau_low: float | None
+    tau_high: float | None
     alpha: tuple[float, ...]
     accepted: tuple[float, ...]
     """Expected rounds by accepted draft tokens."""
@@ -100,9 +100,9 @@ class SetAcceptance:
 
     tau: float
     """Tokens emitted per target forward, bonus included: 1 is useless, S + 1 perfect."""
-    tau_low: float
-    tau_high: float
-    """95 % bootstrap interval over conversations."""
+    tau_low: float | None
+    tau_high: float | None
+    """95 % bootstrap interval over conversations; none of a single one."""
     tau_loop_free: float | None
     """Over documents whose loop share is under 5 %; none when there is no such document."""
     alpha: tuple[float, ...]
@@ -158,12 +158,12 @@ class ModeCheck:
     num_tokens: int
     num_rounds: int
     tau: float
-    tau_low: float
-    tau_high: float
-    """95 % bootstrap interval over prompts."""
+    tau_low: float | None
+    tau_high: float | None
+    """95 % bootstrap interval over prompts; none of a single one."""
     accepted: tuple[int, ...]
     num_ties: int
-    """Tokens that a forward of one token ranks second, within the rounding of the dtype; 0 at a temperature."""
+    """Tokens that are not a forward of one token's first, but within the rounding of the dtype; 0 at a temperature."""
     largest_gap: float
     """The largest lead, in logits, of another token at such a place."""
     tau_expected: float | None = None
@@ -221,6 +221,11 @@ class AcceptanceReport:
     """Of the states that the drafter was trained on; empty for an imported one, which was trained elsewhere: what
     is held out here may have trained it."""
     seed: int
+    headline_sets: tuple[str, ...] = ()
+    """Of ``sets``, those that ``tau`` is of."""
+    tau_low: float | None = None
+    tau_high: float | None = None
+    """95 % bootstrap interval of ``tau`` over conversations; none of a single one."""
     tau_by_chain: dict[str, float] = field(default_factory=dict)
     """Headline tau by chain length."""
     tau_sampled: float | None = None

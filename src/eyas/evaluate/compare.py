@@ -28,7 +28,7 @@ from eyas.evaluate.drafting import draft_and_weigh
 from eyas.evaluate.expected import expect
 from eyas.evaluate.modes import GreedyChain, GreedyTree, SampledChain
 from eyas.evaluate.plain import Draws, Leads, decode_plainly, follow, uniform_p_value
-from eyas.evaluate.summary import LONGEST_CHAIN, bootstrap
+from eyas.evaluate.summary import LONGEST_CHAIN, Interval, bootstrap
 
 SINGLE = "_single"
 LEAST_P = 1e-6
@@ -84,9 +84,9 @@ class ModeSums:
             p_value=uniform_p_value(self.draws) if self.temperature else None,
         )
 
-    def _interval(self, config: EvaluateConfig) -> tuple[float, float]:
+    def _interval(self, config: EvaluateConfig) -> Interval:
         pairs = [(float(sum(d.round_sizes)), float(len(d.round_sizes))) for d in self.decoded if d.round_sizes]
-        return bootstrap(pairs, config.num_bootstrap, config.seed) if pairs else (1.0, 1.0)
+        return bootstrap(pairs, config.num_bootstrap, config.seed)
 
 
 @dataclass(slots=True)

@@ -74,6 +74,11 @@ def follow(
             logits_BV = decoder.forward(rows.last_B()[:, None], rows.start_B()).logits_BJV[:, 0]
 
 
+def tie_limit(logits_RV: torch.Tensor) -> torch.Tensor:
+    """Float32 [R]: the largest lead over another token that rounding explains."""
+    return TIE_SHARES[logits_RV.dtype] * logits_RV.float().abs().amax(-1)
+
+
 class Leads:
     """Counts ties of greedy answers while ``follow`` reads them.
 
@@ -95,9 +100,9 @@ class Leads:
         """
         token, best = self._answers[row][place], int(logits_V.argmax())
         gap = float(logits_V[best].float() - logits_V[token].float())
-        if gap <= 0:
+        if token == best and gap == 0:  # NaN less NaN is none
             return
-        limit = TIE_SHARES[logits_V.dtype] * float(logits_V.float().abs().max())
+        limit = float(tie_limit(logits_V))
         if not gap <= limit:  # NaN is no tie
             prompt = self._prompts[row]
             raise EvaluateError(

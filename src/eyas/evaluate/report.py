@@ -97,6 +97,9 @@ def acceptance_report(
         drafter=digest(meta),
         capture_identity=meta.capture_identity,
         seed=config.seed,
+        headline_sets=tuple(source for source in sets if source in trained_sources),
+        tau_low=head.tau_low,
+        tau_high=head.tau_high,
         tau_by_chain={length: figures.tau for length, figures in head.chains.items()},
         tau_sampled=tau_of_sampled_text(
             [modes[s]["sampled"] for s in sorted(trained_sources) if "sampled" in modes.get(s, {})]
@@ -173,7 +176,7 @@ def mode_rows(report: AcceptanceReport, facts: Mapping[str, Mapping[str, Any]]) 
             mode,
             f"{check.batch_size}",
             f"{check.tau:.3f}",
-            f"{check.tau_low:.3f}-{check.tau_high:.3f}",
+            _span(check),
             f"{check.num_identical}/{check.num_prompts}" if not check.temperature else "-",
             f"{check.num_ties}" if not check.temperature else "-",
             "-" if check.p_value is None else f"{check.p_value:.3f}",
@@ -182,6 +185,11 @@ def mode_rows(report: AcceptanceReport, facts: Mapping[str, Mapping[str, Any]]) 
         for source, checks in report.modes.items()
         for mode, check in checks.items()
     ]
+
+
+def _span(figures: SetAcceptance | ModeCheck) -> str:
+    low, high = figures.tau_low, figures.tau_high
+    return "-" if low is None or high is None else f"{low:.3f}-{high:.3f}"
 
 
 def _modes_of(kind: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
@@ -208,7 +216,7 @@ def _row(source: str, figures: SetAcceptance, check: DecodeCheck | None) -> tupl
     return (
         source,
         f"{figures.tau:.3f}",
-        f"{figures.tau_low:.3f}-{figures.tau_high:.3f}",
+        _span(figures),
         "-" if figures.tau_loop_free is None else f"{figures.tau_loop_free:.3f}",
         f"{figures.loop_share:.1%}",
         " ".join(f"{a:.3f}" for a in figures.alpha),

@@ -16,6 +16,7 @@ from eyas.drafter.walk import Round
 from eyas.errors import DataError
 from eyas.evaluate.expected import Expected
 
+Interval = tuple[float, float] | tuple[None, None]
 LOOP_FREE_SHARE = 0.05
 """Documents that repeat fewer of their 8-grams than this count as free of loops."""
 INTERVAL_PERCENTILES = (2.5, 97.5)
@@ -76,7 +77,7 @@ def tau(documents: Sequence[WalkedDocument]) -> float | None:
     return sum(d.num_emitted for d in documents) / num_rounds if num_rounds else None
 
 
-def tau_interval(documents: Sequence[WalkedDocument], num_bootstrap: int, seed: int) -> tuple[float, float]:
+def tau_interval(documents: Sequence[WalkedDocument], num_bootstrap: int, seed: int) -> Interval:
     """95 % bootstrap interval of tau over conversations."""
     asked = [d for d in documents if d.rounds]
     return ratio_interval(asked, [len(d.rounds) for d in asked], num_bootstrap, seed)
@@ -84,7 +85,7 @@ def tau_interval(documents: Sequence[WalkedDocument], num_bootstrap: int, seed: 
 
 def ratio_interval(
     documents: Sequence[WalkedDocument], num_rounds: Sequence[float], num_bootstrap: int, seed: int
-) -> tuple[float, float]:
+) -> Interval:
     """95 % bootstrap interval, over conversations, of the documents' tokens over these rounds; deterministic."""
     sums: dict[tuple[str, str], list[float]] = {}
     for document, rounds in zip(documents, num_rounds, strict=True):
@@ -93,8 +94,13 @@ def ratio_interval(
     return bootstrap([(emitted, rounds) for emitted, rounds in sums.values()], num_bootstrap, seed)
 
 
-def bootstrap(pairs: Sequence[tuple[float, float]], num_bootstrap: int, seed: int) -> tuple[float, float]:
-    """95 % interval of the sum of firsts over the sum of seconds, resampling the pairs; the same every time."""
+def bootstrap(pairs: Sequence[tuple[float, float]], num_bootstrap: int, seed: int) -> Interval:
+    """95 % interval of the sum of firsts over the sum of seconds, resampling the pairs; the same every time.
+
+    A single pair, resampled, is always itself: it has no interval, not one without width.
+    """
+    if len(pairs) < 2:
+        return None, None
     emitted_N, rounds_N = np.array(pairs).T
     drawn_RN = np.random.Generator(np.random.PCG64(seed)).integers(len(rounds_N), size=(num_bootstrap, len(rounds_N)))
     taus_R = emitted_N[drawn_RN].sum(axis=1) / rounds_N[drawn_RN].sum(axis=1)

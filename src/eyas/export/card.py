@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from eyas.canonical import digest
 from eyas.config import ExportConfig
-from eyas.contracts import AcceptanceReport, CheckpointMeta, ShardManifest, TargetIdentity
+from eyas.contracts import AcceptanceReport, CheckpointMeta, SetAcceptance, ShardManifest, TargetIdentity
 
 LOAD_COMMANDS = {
     "sglang": "python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\\n"
@@ -35,8 +35,8 @@ target's argmax. Outside: argmaxes outside the draft vocab, each a miss. Loops: 
 class Evidence:
     """What a card says of training and quality."""
 
-    manifest: ShardManifest
-    """Of the hidden states that the drafter was trained on."""
+    manifest: ShardManifest | None
+    """Of the hidden states that the drafter was trained on; none for an imported one."""
     acceptance: AcceptanceReport
 
 
@@ -113,7 +113,7 @@ def _identity(
 
 
 def _training(meta: CheckpointMeta, evidence: Evidence | None) -> Iterator[tuple[str, object]]:
-    if evidence:
+    if evidence and evidence.manifest:
         states, capture = evidence.manifest, evidence.manifest.capture
         yield (
             "trained on",
@@ -137,15 +137,37 @@ def _numbers(evidence: Evidence | None) -> str:
     report = evidence.acceptance
     columns = "set | documents | rounds | tau | 95 % | alpha_1, alpha_2, … | coverage | outside | loops"
     rows = [
-        f"| {name} | {s.num_documents:,} | {s.num_rounds:,} | {s.tau:.3f} | {s.tau_low:.3f} to {s.tau_high:.3f} | "
+        f"| {name} | {s.num_documents:,} | {s.num_rounds:,} | {s.tau:.3f} | {_span(s)} | "
         f"{', '.join(f'{alpha:.3f}' for alpha in s.alpha)} | {s.coverage:.1%} | {s.oov_share:.1%} | {s.loop_share:.1%} |"
         for name, s in sorted(report.sets.items())
     ]
     table = "\n".join([f"| {columns} |", "|" + "---|" * len(columns.split("|")), *rows])
+    elsewhere = (
+        "" if evidence.manifest else "It was trained elsewhere: texts held out here may be among what trained it.\n\n"
+    )
     return (
         f"## Numbers\n\nChain of {report.chain_length} draft tokens, held-out prompts; tau of the untrained drafter is "
-        f"{report.tau_untrained:.3f}.\n\n{table}\n\n{DEFINITIONS}"
+        f"{report.tau_untrained:.3f}.\n\n{elsewhere}{table}\n\n{''.join(_further(report))}{DEFINITIONS}"
     )
+
+
+def _span(figures: SetAcceptance) -> str:
+    low, high = figures.tau_low, figures.tau_high
+    return "one conversation" if low is None or high is None else f"{low:.3f} to {high:.3f}"
+
+
+def _further(report: AcceptanceReport) -> Iterator[str]:
+    sets = ", ".join(report.headline_sets) or "the held-out conversations"
+    if report.tau_by_chain:
+        taus = {int(length): tau for length, tau in report.tau_by_chain.items()}
+        yield f"tau of {sets} by chain length:\n\n"
+        yield f"| {' | '.join(map(str, sorted(taus)))} |\n{'|---' * len(taus)}|\n"
+        yield f"| {' | '.join(f'{taus[length]:.3f}' for length in sorted(taus))} |\n\n"
+    if report.tau_sampled is not None:
+        yield (
+            f"tau of text of {sets} that was sampled at temperature {report.temperature:g}, by the acceptance rule: "
+            f"{report.tau_sampled:.3f}.\n\n"
+        )
 
 
 def _licence(target: str, licence: str) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from eyas import fs
 from eyas.canonical import digest
 from eyas.config import ExportConfig
-from eyas.contracts import CheckpointMeta, ExportMeta, TargetIdentity
+from eyas.contracts import SCHEMA_VERSION, CheckpointMeta, ExportMeta, TargetIdentity
 from eyas.errors import ConfigError, ExportError
 from eyas.export import check, compare
 from eyas.export.tensors import server_tensors
@@ -78,6 +78,7 @@ def _refuse_unknown(record: ExportMeta, folder: Path) -> None:
 
 def _record_problems(record: ExportMeta, meta: CheckpointMeta, target: TargetIdentity) -> Iterator[str]:
     expected = {
+        "schema_version": SCHEMA_VERSION,
         "drafter": digest(meta),
         "target": target.digest,
         "capture_identity": meta.capture_identity,

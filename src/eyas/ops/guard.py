@@ -22,7 +22,7 @@ from pathlib import Path
 from eyas import config, console, fs
 from eyas.config.images import check_image
 from eyas.contracts import CapturePlan
-from eyas.errors import EyasError, StoreError
+from eyas.errors import ConfigError, EyasError, StoreError
 from eyas.ops import published as store
 from eyas.ops.gc.intent import read_intent
 from eyas.ops.published import MANIFEST, OUTS, PLAN, STATES, Planned, Published
@@ -69,6 +69,8 @@ def run(root: Path, command: Sequence[str], *, force: bool) -> int:
         EyasError: An extraction runs; DVC failed.
     """
     params = config.load(root / config.PARAMS_PATH) if command else None
+    if params is not None and _never_captured(root):  # before the hours of `respond`
+        check_image("extract.image", params.extract.image)
     if command and (code := _dvc(root, "repro", "plan")):
         return code
     with _lock(root):
@@ -81,12 +83,35 @@ def run(root: Path, command: Sequence[str], *, force: bool) -> int:
     console.log(f"guard: {verdict.note}")
     if not command or (tuple(command) == EXTRACT and verdict.is_current):
         return 0
-    if params is not None and not verdict.is_current:
-        check_image("extract.image", params.extract.image)
+    if params is not None:
+        _refuse_other_images(root, params, verdict, trains=tuple(command) != EXTRACT)
     code = subprocess.run(command, cwd=root, check=False).returncode
     if code == 0:
         settle(root)
     return code
+
+
+def _never_captured(root: Path) -> bool:
+    """Whether neither the workspace nor ``dvc.lock`` knows of hidden states: they are captured for certain."""
+    return not (root / MANIFEST).exists() and not hashes(locked_stage(root, "extract"), "outs")
+
+
+def _refuse_other_images(root: Path, params: config.Params, verdict: Verdict, *, trains: bool) -> None:
+    """Refuse what would run in another image than the pinned one, before DVC empties its outputs."""
+    if not verdict.is_current:
+        check_image("extract.image", params.extract.image)
+    try:
+        check_image("train.image", params.train.image)
+    except ConfigError:
+        if trains and (not verdict.is_current or _is_changed(root, "train")):
+            raise
+
+
+def _is_changed(root: Path, stage: str) -> bool:
+    """Whether DVC would run a stage again."""
+    command = [sys.executable, "-m", "dvc", "status", "--json", stage]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    return done.returncode != 0 or json.loads(done.stdout) != {}
 
 
 def settle(root: Path) -> list[str]:

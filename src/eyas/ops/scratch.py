@@ -23,19 +23,26 @@ KEPT = ("data/raw/README.md",)
 
 
 def run_small(root: Path, folder: Path) -> None:
-    """Copy ``root`` to ``folder``, anew, and run every stage there at small size.
+    """Copy ``root`` to ``folder``, anew, and run every stage there at small size; then nothing may be out of date.
 
     Raises:
-        EyasError: ``root`` is no git repository, ``folder`` holds something else, or a stage failed.
+        EyasError: ``root`` is no git repository, ``folder`` holds something else, a stage failed, or DVC would run one
+            again at once.
     """
     copy_tree(root, folder)
     write_params(folder, SMALL)
     console.log(f"smoke: the pipeline at small size in {folder}")
-    done = subprocess.run(["dvc", "repro"], cwd=folder, env=environment(root, folder), check=False)
+    programs = environment(root, folder)
+    done = subprocess.run(["dvc", "repro"], cwd=folder, env=programs, check=False)
     if done.returncode:
         raise EyasError(
             f"{folder}: `dvc repro` ended with {done.returncode}, expected 0",
             f"read the messages above; the copy is kept in {folder}",
+        )
+    if subprocess.run(["dvc", "status", "--quiet"], cwd=folder, env=programs, check=False).returncode:
+        raise EyasError(
+            f"{folder}: something is out of date right after `dvc repro`, expected nothing",
+            f"`dvc status` in {folder} names it: a stage changes what another one wrote or reads",
         )
 
 

@@ -79,3 +79,11 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def _leaf(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def other_sets(acceptance: Figures) -> dict[str, float]:
+    """Tau by prompt set, of those that the headline is not of."""
+    headline = acceptance.values.get("headline_sets")
+    own = headline if isinstance(headline, list | tuple) else ()
+    taus = {name: entry.number("tau") for name, entry in acceptance.groups("sets").items() if name not in own}
+    return {name: tau for name, tau in taus.items() if tau is not None}

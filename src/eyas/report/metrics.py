@@ -5,6 +5,7 @@ Only what is deterministic is here: DVC hashes the file, and a time would make e
 
 from __future__ import annotations
 
+from eyas.report.figures import other_sets
 from eyas.report.sources import Sources
 
 NUM_ALPHAS = 3
@@ -19,13 +20,9 @@ def headline(sources: Sources) -> dict[str, float | bool]:
     found: dict[str, float | bool | None] = {}
     if sources.acceptance is not None:
         acceptance = sources.acceptance
-        tau = acceptance.number("tau")
-        sets = acceptance.groups("sets")
-        own = next((entry for entry in sets.values() if entry.number("tau") == tau), acceptance)
-        found |= {name: acceptance.number(name) or own.number(name) for name in FIGURES}
+        found |= {name: acceptance.number(name) for name in FIGURES}
         found |= {f"alpha_{k}": alpha for k, alpha in enumerate(acceptance.numbers("alpha")[:NUM_ALPHAS], start=1)}
-        others = {name: entry.number("tau") for name, entry in sets.items() if entry.number("tau") != tau}
-        found |= {f"tau_{name}": value for name, value in others.items()}
+        found |= {f"tau_{name}": value for name, value in other_sets(acceptance).items()}
         found |= {"loops": acceptance.number("loop_share"), "lossless": acceptance.flag("lossless")}
     found |= {
         CURVES[curve.name]: curve.points[-1][1] for curve in sources.curves if curve.name in CURVES and curve.points

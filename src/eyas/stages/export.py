@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _read_evidence(states_path: Path, acceptance_path: Path, meta: CheckpointMeta) -> Evidence:
-    """What the cards say.
+    """What the cards say; of an imported drafter no states are known that it was trained on.
 
     Raises:
         ExportError: The states or the numbers are of another checkpoint.
@@ -68,6 +68,8 @@ def _read_evidence(states_path: Path, acceptance_path: Path, meta: CheckpointMet
             f"{acceptance_path} is of drafter {acceptance.drafter[:16]}, expected {digest(meta)[:16]}",
             "`dvc repro --force --single-item evaluate` judges this one",
         )
+    if not meta.capture_identity:
+        return Evidence(manifest=None, acceptance=acceptance)
     if manifest.identity != meta.capture_identity:
         raise ExportError(
             f"{states_path} is capture {manifest.identity[:16]}, the drafter was trained on "

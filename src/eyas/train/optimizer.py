@@ -5,9 +5,8 @@ the number of parameters. Nothing here makes the host wait for a GPU: the gradie
 norm that is not finite lets the step change nothing, and ``settle`` tells of it one step later.
 
 Several processes sum their gradients first. With ``EYAS_TRAIN_SHARD=1`` each of them keeps the moments of its part
-only and updates that part (``parts``): gradients are reduced to it, the weights gathered. That is what ZeRO stage 2
-and FSDP2 without resharding give; wrapping the layer in FSDP2 itself would gather it anew at
-every one of the S uses of a step.
+only and updates that part (``parts``): gradients are reduced to it, the weights gathered, in one operation each.
+That is ZeRO stage 1 in memory: masters and gradients stay whole.
 
 Letters: P values of all trained parameters, Y those of this rank's part.
 """

@@ -30,7 +30,7 @@ for flag in ("port", "chunked-prefill-size", "max-running-requests"):
 parser.add_argument("--disable-radix-cache", action="store_true")
 parser.add_argument("--config", type=Path)
 arguments, _ = parser.parse_known_args()
-key = arguments.config.read_text().removeprefix("api-key: ").strip()
+key = arguments.config.read_text().removeprefix("api-key: ").strip().strip('"')
 fault_file = Path(os.environ["EYAS_DOUBLE_FAULTS"])
 boundaries = [layer + 1 for layer in json.loads(os.environ.get(wire.LAYERS_VARIABLE, "[]"))]
 layout = wire.Layout(len(boundaries), HIDDEN, "bfloat16")

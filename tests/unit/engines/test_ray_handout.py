@@ -1,5 +1,6 @@
 """Who gets which shard, when workers come and go: no cluster, no clock."""
 
+import dataclasses
 import random
 
 import pytest
@@ -16,9 +17,9 @@ def make_shards(num: int) -> list[PlannedShard]:
     ]  # fmt: skip
 
 
-def give_all(handout: Handout, worker: str) -> list[str]:
+def give_all(handout: Handout, worker: str, num_workers: int = 1) -> list[str]:
     given = []
-    while handout.next_for(worker) is not None:
+    while handout.next_for(worker, num_workers) is not None:
         given.append(handout.give(worker).path)
     return given
 
@@ -34,6 +35,15 @@ def test_a_worker_has_one_shard_at_work_and_one_waiting():
     assert give_all(handout, "a") == []
     handout.begun("a", [shards[1].path])
     assert give_all(handout, "a") == [shards[3].path]
+
+
+def test_many_small_shards_lie_ahead_and_the_last_ones_are_shared():
+    """100 shards, two workers: n + 1 more for each of two, four times as many left (arithmetic); or 4 GiB of states."""
+    handout = Handout(make_shards(100))
+    assert len(give_all(handout, "a", num_workers=2)) == 11  # with 11 given 89 are left: 12 x 2 x 4 is more
+    assert len(give_all(handout, "b", num_workers=2)) == 10  # 79 are left, 11 x 2 x 4 is more
+    large = [dataclasses.replace(shard, payload_bytes=3 << 29) for shard in make_shards(100)]
+    assert len(give_all(Handout(large), "a", num_workers=2)) == 2  # a third would be 4.5 GiB
 
 
 def test_lost_shards_go_out_first_and_alone():

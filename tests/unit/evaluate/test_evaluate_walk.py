@@ -148,7 +148,8 @@ def test_summary_pools_tokens_over_rounds_and_leaves_loops_out() -> None:
 def test_interval_is_seeded_and_shrinks_to_a_point_on_equal_documents() -> None:
     """Case 76: same recipe twice, same interval."""
     rounds = walk(np.ones((40, 5), dtype=bool), 9, 40)
-    assert tau_interval([document(rounds)] * 9, 100, 3) == (6.0, 6.0)
+    assert tau_interval([document(rounds, str(i)) for i in range(9)], 100, 3) == (6.0, 6.0)
+    assert tau_interval([document(rounds)], 100, 3) == (None, None)
     mixed = [document(walk(agreement([i % 4] * 60, 5), 5, 50), str(i)) for i in range(12)]
     low, high = tau_interval(mixed, 500, 7)
     assert (low, high) == tau_interval(mixed, 500, 7)

@@ -34,6 +34,8 @@ def verify(folder: Path) -> None:
         ("servers", ["nope"], "export.servers"),
         ("servers", ["/etc"], "export.servers"),
         ("dtype", "nope", "export.dtype"),
+        ("schema_version", 2, "schema_version 2, expected 1"),
+        ("schema_version", 0, "schema_version 0, expected 1"),
         ("dtype", "load", "export.dtype"),
         ("max_logit_difference", 0.0, "max_logit_difference 0, measured 0.0"),
         ("max_logit_difference", 99.0, "max_logit_difference 99, measured 0.0"),

@@ -64,3 +64,18 @@ def test_numbers_or_states_of_another_drafter_are_refused(run: Path, path: str, 
     with pytest.raises(ExportError, match=message):
         stage.main(ARGV)
     assert not Path("models/export").exists()
+
+
+def test_an_imported_drafter_is_exported_with_its_numbers(run: Path) -> None:
+    """It was trained on no states of ours: those that lie here are not said to be its own."""
+    drafter = make_drafter(SHAPE)
+    imported = dataclasses.replace(make_meta(SHAPE), capture_identity="", tokens="", num_steps=0, warm_start="c" * 64)
+    meta = publish_drafter(Path("models/imported"), drafter, imported)
+    evidence = make_evidence()
+    judged = dataclasses.replace(evidence.acceptance, drafter=digest(meta), capture_identity="")
+    fs.write_record(Path("reports/imported.json"), judged)
+    stage.main([*PATHS[:3], "models/imported", "reports/imported.json", "models/export"])
+    text = (run / "models/export/sglang/README.md").read_text()
+    assert "| chat | 1,200 | 4,000 | 2.125 | 2.000 to 2.250 |" in text
+    assert "| capture identity | not known: it was trained elsewhere |" in text
+    assert "773 samples" not in text

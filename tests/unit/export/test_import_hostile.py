@@ -41,12 +41,20 @@ def folder(tmp_path: Path) -> Path:
         ("eagle_config", "x"),
         ("eagle_config", {"eagle_aux_hidden_state_layer_ids": [1, "x"]}),
         ("architectures", 3),
+        ("fc_norm", "false"),
+        ("norm_output", 1),
+        ("norm_before_residual", "no"),
+        ("norm_before_fc", 0),
+        ("use_aux_norm", [True]),
+        ("eagle_config", {"use_aux_hidden_state": "false"}),
+        ("tie_word_embeddings", 0),
+        ("num_hidden_layers", True),
     ],
 )
 def test_values_of_another_kind_are_refused_by_their_key(folder: Path, key: str, value: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(fs.read_json(path) | {key: value}))
-    said = "eagle_aux_hidden_state_layer_ids" if isinstance(value, dict) and key == "eagle_config" else key
+    said = next(iter(value)) if isinstance(value, dict) and key == "eagle_config" else key
     with pytest.raises(TrainError, match=said):
         read_checkpoint(folder)
 

@@ -76,6 +76,10 @@ def make_evidence() -> Evidence:
         drafter="",
         capture_identity="a" * 64,
         seed=0,
+        headline_sets=("chat",),
+        tau_by_chain={"10": 2.5, "2": 1.75},
+        tau_sampled=1.417,
+        temperature=0.75,
     )
     return Evidence(manifest=manifest, acceptance=acceptance)
 
@@ -110,11 +114,24 @@ def test_a_card_says_what_how_and_how_good(tmp_path: Path) -> None:
         "| steps | 10 optimizer steps, 100 trained rows |",
         "| chat | 1,200 | 4,000 | 2.125 | 2.000 to 2.250 | 0.500, 0.250 | 97.5% | 6.2% | 12.5% |",
         "Chain of 5 draft tokens, held-out prompts; tau of the untrained drafter is 1.002.",
+        "tau of chat by chain length:\n\n| 2 | 10 |\n|---|---|\n| 1.750 | 2.500 |\n",
+        "tau of text of chat that was sampled at temperature 0.75, by the acceptance rule: 1.417.",
         "the bonus token included",
         "Licence of org/chat: apache-2.0.",
         "--model-path org/chat --speculative-algorithm EAGLE3",
     ):
         assert said in text, said
+
+
+def test_a_card_of_an_imported_drafter_claims_no_states_and_one_conversation_no_interval(tmp_path: Path) -> None:
+    evidence = make_evidence()
+    alone = dataclasses.replace(SET, tau_low=None, tau_high=None)
+    acceptance = dataclasses.replace(evidence.acceptance, sets={"chat": alone}, tau_sampled=None)
+    text = cards(tmp_path, Evidence(manifest=None, acceptance=acceptance))["sglang"][1]
+    assert "| 2.125 | one conversation |" in text
+    assert "It was trained elsewhere: texts held out here may be among what trained it." in text
+    assert "trained on |" not in text
+    assert "that was sampled at" not in text
 
 
 def test_each_servers_card_speaks_of_that_server(tmp_path: Path) -> None:

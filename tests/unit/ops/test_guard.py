@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from eyas import fs
+from eyas import config, fs
 from eyas.contracts import CaptureIdentity, CapturePlan, EngineFacts, PlannedShard, ShardEntry, ShardManifest
 from eyas.errors import ConfigError, StoreError
 from eyas.ops import guard
@@ -192,6 +192,53 @@ def test_a_wrong_parameter_is_told_before_dvc_empties_what_it_would_train_again(
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("dvc was called"))
     with pytest.raises(ConfigError, match=r"train\.(warm_start|lr)"):
         guard.run(tmp_path, ["dvc", "repro", "train"], force=False)
+
+
+PIN = "eyas@sha256:" + "0" * 64
+
+
+def pin(root: Path, section: str) -> None:
+    """Our own parameters, with an image in which this does not run."""
+    params = config.load(Path(__file__).parents[3] / "params.yaml")
+    changed = dataclasses.replace(getattr(params, section), image=PIN)
+    fs.write_text(root / "params.yaml", config.to_yaml(dataclasses.replace(params, **{section: changed})))
+
+
+def test_a_pinned_image_is_asked_for_before_anything_runs(tmp_path, monkeypatch):
+    """Nothing was captured yet: the hours of earlier stages would end in a refusal."""
+    pin(tmp_path, "extract")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("dvc was called"))
+    with pytest.raises(ConfigError, match=r"extract\.image pins .*, this runs in no container"):
+        guard.run(tmp_path, ["dvc", "repro"], force=False)
+
+
+@pytest.mark.parametrize(
+    ("goals", "status", "refused"),
+    [
+        (["train"], '{"train": [{}]}', True),
+        (["report"], "{}", False),
+        ([], '{"train": [{}]}', True),
+        (["extract"], "", False),
+    ],
+)
+def test_another_image_than_the_trainings_is_refused_where_it_would_train(proven, monkeypatch, goals, status, refused):
+    """The drafter is still there then; a training that is up to date needs no image."""
+    root, _ = proven
+    pin(root, "train")
+    asked = []
+
+    def dvc(command, **_):
+        asked.append([word for word in command if word in ("status", "repro")])
+        return subprocess.CompletedProcess(command, 0, status, "")
+
+    monkeypatch.setattr(subprocess, "run", dvc)
+    monkeypatch.setattr(guard, "look", lambda root, force: guard.Verdict(state="current", note=""))
+    if refused:
+        with pytest.raises(ConfigError, match=r"train\.image pins"):
+            guard.run(root, ["dvc", "repro", *goals], force=False)
+        assert asked[-1] == ["status"]
+    else:
+        assert guard.run(root, ["dvc", "repro", *goals], force=False) == 0
 
 
 def test_an_empty_repository_goes_on(tmp_path):

@@ -21,6 +21,7 @@ from eyas.ops.image.check import structure_faults
 
 ROOT = Path(__file__).parents[3]
 DIGEST = "sha256:" + "0123456789abcdef" * 4
+BASES = {"BASE_CPU": f"python@{DIGEST}", "BASE_CUDA": f"cuda@{DIGEST}"}
 OTHER = "sha256:" + "fedcba9876543210" * 4
 
 
@@ -82,6 +83,14 @@ def test_folders_of_the_hosts_index_come_into_the_build_once(tmp_path):
     assert f"extra-index-url = file://{simple} https://example.org/simple\n" in text
 
 
+def test_a_constraint_of_the_host_is_not_taken(tmp_path, monkeypatch):
+    """Versions are the locks': a cap of this machine's could only refuse one of them."""
+    (tmp_path / "pip.conf").write_text("[global]\nconstraint = /etc/caps.txt\ntrusted-host = pypi.internal\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    found = host_pip.settings()
+    assert (found["trusted-host"], "constraint" in found) == (["pypi.internal"], False)
+
+
 # ── builders ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -102,12 +111,51 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("tool", builders.TOOLS)
 def test_every_tool_builds_without_the_time(calls, tool, tmp_path):
     """Case 87: times of files and of the build are no part of the image."""
-    Builder(tool).build(tmp_path, "cpu", "localhost/eyas:cpu", {"BASE_CPU": f"python@{DIGEST}"})
+    Builder(tool).build(tmp_path, "cpu", "localhost/eyas:cpu", BASES)
     (command,) = calls
     assert "--build-arg=SOURCE_DATE_EPOCH=0" in command
     assert f"--build-arg=BASE_CPU=python@{DIGEST}" in command
     assert "--target=cpu" in command
     assert "--timestamp=0" in command or any("rewrite-timestamp=true" in word for word in command)
+
+
+@pytest.mark.parametrize(("anew", "flags"), [(False, 0), (True, 1)])
+def test_docker_takes_nothing_from_an_earlier_build_when_asked(calls, tmp_path, anew, flags):
+    Builder("docker").build(tmp_path, "cpu", "localhost/eyas:cpu", BASES, anew=anew)
+    assert calls[0].count("--no-cache") == flags
+
+
+@pytest.mark.parametrize(("ids", "right"), [("0 1001 1\n1 100000 65536\n", True), ("0 1001 1\n", False), ("", False)])
+def test_an_ordinary_user_without_further_ids_is_told(monkeypatch, tmp_path, ids, right):
+    """Files of an image belong to several users; the fault would come after minutes, from within a layer."""
+    done = subprocess.CompletedProcess([], 0, ids, "")
+    monkeypatch.setattr(builders.subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(host_pip, "settings", dict)
+    monkeypatch.setattr(os, "getuid", lambda: 1001)
+    if right:
+        Builder("buildah").build(tmp_path, "cpu", "localhost/eyas:cpu", BASES)
+    else:
+        with pytest.raises(builders.ImageError, match="as an ordinary user has no ids") as told:
+            Builder("podman").build(tmp_path, "cpu", "localhost/eyas:cpu", BASES)
+        assert "usermod --add-subuids" in str(told.value)
+
+
+def test_the_caller_of_an_unprivileged_buildah_is_root_inside_without_its_rights(calls, monkeypatch):
+    """Any other id would be one of the user's further ids outside, which could write nothing of his."""
+    monkeypatch.setattr(os, "getuid", lambda: 1001)
+    mine = RunOptions(user=builders.caller(), folder=Path("/r"), mounts=(), environment={})
+    Builder("buildah").run("image", ["make"], mine)
+    assert {"--user=0:0", "--cap-drop=all"} <= set(calls[1])
+    calls.clear()
+    Builder("buildah").run("image", ["make"], OPTIONS)  # the image's own user
+    assert "--user=1000:1001" in calls[1]
+
+
+@pytest.mark.parametrize(("uid", "mapped"), [(0, False), (1001, True)])
+def test_podman_keeps_the_callers_id_where_it_would_change_it(calls, monkeypatch, uid, mapped):
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+    Builder("podman").run("image", ["make"], OPTIONS)
+    assert ("--userns=keep-id" in calls[0]) is mapped
 
 
 OPTIONS = RunOptions(user="1000:1001", folder=Path("/r"), mounts=(Path("/r"),), environment={"HOME": "/r/h"}, gpus=True)
@@ -160,9 +208,39 @@ def test_a_registry_that_refuses_is_told(monkeypatch):
         Builder("podman").push("localhost/eyas:cpu", "r.io/o/eyas:1", "", "")
 
 
+def test_a_base_of_this_machine_that_was_not_made_is_told(monkeypatch, tmp_path):
+    """A builder would ask a registry on this machine for it, and say that nobody listens there."""
+    failed = subprocess.CompletedProcess([], 1, "", "image not known")
+    monkeypatch.setattr(builders.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    with pytest.raises(builders.ImageError, match="no base image localhost/base:1 here") as told:
+        Builder("buildah").build(tmp_path, "cuda", "localhost/eyas:cuda", BASES | {"BASE_CUDA": "localhost/base:1"})
+    assert told.value.hint == "bash containers/debian-base.sh localhost/base:1"
+
+
+def test_the_missing_image_is_the_one_to_build(monkeypatch):
+    failed = subprocess.CompletedProcess([], 125, "", "image not known")
+    monkeypatch.setattr(builders.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(builders.ImageError, match="`make image IMAGE=cuda` builds it"):
+        Builder("podman").inspect("localhost/eyas:cuda")
+
+
+def test_a_tool_that_hangs_does_not_work(monkeypatch, tmp_path):
+    (tmp_path / "podman").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "podman").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv(builders.VARIABLE, "podman")
+    monkeypatch.setattr(builders, "LONGEST_PROBE_S", 0.2)
+    with pytest.raises(ConfigError, match="podman does not work here"):
+        builders.find_builder()
+
+
 def test_no_tool_at_all_is_told(monkeypatch):
     monkeypatch.setattr(builders, "works", lambda tool: False)
     with pytest.raises(ConfigError, match="neither docker with buildx, podman nor buildah works here"):
+        builders.find_builder()
+    monkeypatch.setenv(builders.VARIABLE, "docker")
+    with pytest.raises(ConfigError, match=r"^docker does not work here"):
         builders.find_builder()
     monkeypatch.setenv(builders.VARIABLE, "kaniko")
     with pytest.raises(ConfigError, match="EYAS_CONTAINER_TOOL: 'kaniko'"):

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from eyas.errors import EyasError, StoreError
+from eyas.ops import scratch
 from eyas.ops.reproduce import ARTIFACTS, compare, content_digest
-from eyas.ops.scratch import copy_tree, environment
+from eyas.ops.scratch import copy_tree, environment, run_small
 
 
 @pytest.fixture
@@ -45,6 +46,20 @@ def test_copy_holds_the_work_tree_as_it_is(repository: Path, tmp_path: Path) -> 
     assert names(tmp_path / "copy") == kept | {".dvc/config.local", ".eyas-scratch"}
     assert (tmp_path / "copy/kept.py").read_text() == "changed"
     assert names(repository) == before
+
+
+@pytest.mark.parametrize("harmless", [True, False])
+def test_a_pipeline_that_is_out_of_date_once_it_ran_is_refused(repository, tmp_path, monkeypatch, harmless) -> None:
+    """The real dvc: the second stage adds to what the first one wrote."""
+    command = "cat x > y" if harmless else "cat x > y && rm x && cp y x && echo more >> x"
+    stages = f"stages:\n  a: {{cmd: echo 1 > x, outs: [x]}}\n  b: {{cmd: {command}, deps: [x], outs: [y]}}\n"
+    (repository / "dvc.yaml").write_text(stages)
+    monkeypatch.setattr(scratch, "write_params", lambda *_: None)
+    if harmless:
+        run_small(repository, tmp_path / "copy")
+    else:
+        with pytest.raises(EyasError, match="something is out of date right after `dvc repro`"):
+            run_small(repository, tmp_path / "copy")
 
 
 def test_copy_is_made_anew(repository: Path, tmp_path: Path) -> None:

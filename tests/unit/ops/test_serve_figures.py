@@ -16,7 +16,7 @@ from eyas.evaluate.summary import WalkedDocument
 from eyas.ops.serve import measure
 from eyas.ops.serve.figures import Pair, equality, figures, server_tau, table
 from eyas.ops.serve.measure import Pass, Text, make_requests, run_pass
-from eyas.ops.serve.prompts import ServePrompt
+from eyas.ops.serve.offline import Judged
 from eyas.ops.serve.run import ServeRequest, serve_bench
 
 
@@ -59,7 +59,6 @@ def document(index, source, sizes):
 
 
 def test_the_record_and_its_table():
-    prompts = [ServePrompt("a-0", "a", "x"), ServePrompt("b-0", "b", "y")]
     walked = [document(0, "a", [4, 4]), document(1, "b", [1, 2, 1])]
     drafted = (text(9, 2), text(5, 3))
     plain = (text(9), text(5))
@@ -71,7 +70,9 @@ def test_the_record_and_its_table():
 
     other = (text(9, 2), text(5, 4, start=1))
     facts = {"server": "sglang 0", "chain_length": 3, "dtype": "float32"}
-    found = figures(prompts, [pair(1, 2.0, 1.0, drafted), pair(8, 1.0, 2.0, other)], walked, facts)
+    refused = Judged(num_ties=1, largest_gap=0.5, fault="b-0, new token 0: 1, the target's choice is 0")
+    pairs = [pair(1, 2.0, 1.0, drafted), pair(8, 1.0, 2.0, other)]
+    found = figures(["a", "b"], pairs, walked, [[None, None], [None, refused]], facts)
     assert found["tau_server"] == found["tau_offline"] == 12 / 5
     assert found["tau_ratio"] == 1.0
     assert found["speedup"] == {"1": 2.0, "8": 0.5}
@@ -84,7 +85,24 @@ def test_the_record_and_its_table():
     printed = table(found)
     assert "2.400" in printed
     assert "1/2 (9/14 tokens)" in printed
-    assert "differs from plain greedy" in printed
+    assert "NOT the target's greedy choice: b-0, new token 0" in printed
+
+
+@pytest.mark.parametrize(
+    ("judged", "words"),
+    [
+        (None, "output equals plain greedy everywhere"),
+        (Judged(num_ties=1, largest_gap=0.06, fault=""), "the target's greedy choice everywhere, near ties aside"),
+    ],
+)
+def test_a_difference_that_is_a_tie_is_lossless(judged, words):
+    """Case of bfloat16: another text, each token of which is the target's own choice or one that rounding may choose."""
+    one = Pair(*(Pass(batch_size=1, seconds=1.0, texts=(text(5, rounds, rounds),)) for rounds in (0, 4)))
+    facts = {"server": "sglang 0", "chain_length": 3, "dtype": "bfloat16"}
+    found = figures(["a"], [one], [document(0, "a", [1] * 4)], [[judged]], facts)
+    assert found["lossless"]
+    assert found["batches"]["1"]["differing"]["num_ties"] == (judged.num_ties if judged else 0)
+    assert words in table(found)
 
 
 class Double:

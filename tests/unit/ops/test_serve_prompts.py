@@ -56,8 +56,18 @@ def test_an_instruction_without_input_stands_alone(tmp_path: Path) -> None:
 
 
 def test_prepared_speed_bench_has_messages(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "Hello."}, {"role": "user"}]})
-    assert [prompt.text for prompt in read_file("speed_bench", path)] == ["Hello."]
+    said = [
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "Go on."},
+    ]
+    found = list(read_file("speed_bench", written(tmp_path / "a.jsonl", {"messages": said})))
+    assert [(prompt.text, prompt.later) for prompt in found] == [("Hello.", ("Go on.",))]
+
+
+def test_later_turns_are_kept(tmp_path: Path) -> None:
+    found = list(read_file("mt_bench", written(tmp_path / "a.jsonl", RECORDS["mt_bench"])))
+    assert [(prompt.text, prompt.later) for prompt in found] == [("Write.", ("Shorten it.",))]
 
 
 @pytest.mark.parametrize(
@@ -67,9 +77,12 @@ def test_prepared_speed_bench_has_messages(tmp_path: Path) -> None:
         ("math500", {"problem": "  "}, ["problem: '  '", "problem, solution, answer"]),
         ("mt_bench", {"turns": "Write."}, ["turns: 'Write.'", "expected a list of texts"]),
         ("mt_bench", {"turns": []}, ["turns: []"]),
+        ("mt_bench", {"turns": ["Write.", None]}, ["turns: ['Write.', None]"]),
         ("alpaca", ["instruction"], ["expected an object"]),
         ("speed_bench", {"turns": [f"{PLACEHOLDER} FROM THE SOURCE"]}, ["left out", "prepare script"]),
+        ("speed_bench", {"turns": ["Code.", PLACEHOLDER]}, ["left out", "prepare script"]),
         ("speed_bench", {"messages": "x"}, ["expected a list of messages"]),
+        ("speed_bench", {"messages": [{"role": "system", "content": "x"}]}, ["none is the user's"]),
     ],
 )
 def test_another_layout_is_named(name: str, record: object, words: list[str], tmp_path: Path) -> None:

@@ -177,6 +177,9 @@ def acceptance(*, lossless: bool = True) -> AcceptanceReport:
         drafter="3" * 64,
         capture_identity=CAPTURE.digest,
         seed=0,
+        headline_sets=("chatterbot",),
+        tau_low=1.701,
+        tau_high=1.922,
     )
 
 

@@ -165,12 +165,14 @@ def test_what_newer_reports_measure_is_shown(finished: Path) -> None:
     record["sets"]["chatterbot"] |= more
     record["modes"] = {"chatterbot": {"tree": {"temperature": 0, "tau": 2.031, "batch_size": 8, "num_identical": 7}}}
     drawn = {"temperature": 0.75, "tau": 1.371, "tau_low": 1.2, "tau_high": 1.5, "tau_expected": 1.361}
-    record["modes"]["chatterbot"]["sampled"] = drawn | {"num_prompts": 8, "num_tokens": 412}
+    record["modes"]["chatterbot"]["sampled"] = drawn | {"num_prompts": 8, "num_tokens": 412, "p_value": 0.4261}
+    record["modes"]["chatterbot"]["chain_single"] = {"temperature": 0, "tau": 1.5, "tau_low": None, "num_prompts": 1}
     record["tau_sampled"] = 1.361
     fs.write_record(path, record)
     train = fs.read_json(finished / "reports/runs/train.json")
     fs.write_record(run, train | {"stage": "evaluate", "facts": {"modes": {"batch": {"tree": {"speedup": 1.257}}}}})
     batch = {"tau_server": 1.789, "tokens_per_s_plain": 41.0, "tokens_per_s_drafted": 61.5, "speedup": 1.5}
+    batch |= {"equality": {"num_identical": 30, "num_answers": 32}, "differing": {"num_ties": 3, "num_faults": 0}}
     served = {"tau_server": 1.789, "tau_offline": 1.801, "server": "sglang <x>", "batches": {"16": batch, "8": batch}}
     fs.write_record(finished / "reports/serve.json", served)
     page = render(gather(finished))
@@ -183,8 +185,10 @@ def test_what_newer_reports_measure_is_shown(finished: Path) -> None:
     greedy = shown.index("chatterbot 0.75 1.613 1.500 to 1.700")
     assert shown.index("Foretold along greedy text") < greedy < shown.index("are no forecast of it")
     assert "chatterbot, tree 2.031 8 not measured 7 not measured 1.26 x" in shown
+    assert "chatterbot, sampled 1.371 1.200 to 1.500 not measured 8 0.43" in shown
+    assert "chatterbot, chain single 1.500 one prompt not measured 1 " in shown
     assert "sglang &lt;x&gt;, server tau 1.789, offline tau 1.801." in shown
-    assert "8 1.789 41 62 1.50 16 1.789" in shown  # smaller batches first
+    assert "8 1.789 41.0 61.5 1.50 30 of 32 3 0 16 1.789" in shown  # smaller batches first
 
 
 def test_the_budget_that_extract_noted_is_the_one_shown(finished: Path) -> None:
@@ -236,6 +240,22 @@ def test_metrics_are_few_and_short(finished: Path) -> None:
     assert len(found) <= 20
     assert max(map(len, found)) <= 16
     assert not [name for name, value in found.items() if isinstance(value, str)]
+
+
+def test_the_headline_knows_its_sets_by_name(finished: Path) -> None:
+    """Another set of the very same tau lends it no interval and stays another set; an older report has no interval."""
+    path = finished / "reports/acceptance.json"
+    record = fs.read_json(path)
+    record["sets"]["another"] = record["sets"]["human_eval"] | {"tau": 1.8049}
+    record["sets"] = {name: record["sets"][name] for name in ("another", "chatterbot", "human_eval")}
+    fs.write_record(path, record)
+    shown = words(render(gather(finished)))
+    assert "1.701 to 1.922. Tokens per forward" in shown.replace("95 % interval ", "")
+    found = headline(gather(finished))
+    assert (found["tau_low"], found["tau_another"], found["tau_human_eval"]) == (1.701, 1.8049, 1.5)
+    fs.write_record(path, {k: v for k, v in record.items() if k not in ("tau_low", "tau_high", "headline_sets")})
+    assert "tau_low" not in headline(gather(finished))
+    assert "95 % interval 1.701" not in words(render(gather(finished)))
 
 
 def test_nothing_measured_is_said(tmp_path: Path) -> None:

@@ -231,6 +231,18 @@ def test_every_drafter_option_trains(tmp_path, options):
 # ── the published drafter ─────────────────────────────────────────────────────────────────────
 
 
+def test_with_the_full_vocab_no_choice_is_outside(tmp_path, unbroken):
+    whole = DraftVocab(d2t_W=torch.zeros(world.V, dtype=torch.int64), t2d_V=torch.ones(world.V, dtype=torch.bool))
+    whole.write(tmp_path / "vocab")
+    meta, _ = world.run(tmp_path, world.make_inputs(tmp_path))
+    assert meta.shape.draft_vocab_size == world.V
+    shares = [
+        json.loads(metrics)["oov_share"]
+        for metrics in ((tmp_path / "metrics/metrics.json").read_bytes(), unbroken[0]["metrics/metrics.json"])
+    ]
+    assert shares[0] == 0 < shares[1]
+
+
 def test_the_published_drafter_loads_back(tmp_path, unbroken):
     world.run(tmp_path, world.make_inputs(tmp_path))
     embedding_VD = read_ends(tmp_path / "target").embedding_VD
@@ -377,6 +389,16 @@ def test_a_repository_without_a_commit_is_told_how_to_make_one(tmp_path, monkeyp
     assert "git add -A && git commit -m start" in str(caught.value)
     subprocess.run(hint, shell=True, check=True)
     assert world.run(tmp_path, inputs)[0].num_steps == 2
+
+
+def test_metrics_that_cannot_be_removed_are_not_added_to(tmp_path):
+    """A link is not emptied: rows of an earlier run stay there, and none of this run come behind them."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/old.tsv").write_text("old")
+    (tmp_path / "metrics").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic link"):
+        world.run(tmp_path, world.make_inputs(tmp_path))
+    assert [path.name for path in (tmp_path / "elsewhere").rglob("*")] == ["old.tsv"]
 
 
 def test_a_second_training_at_once_is_refused(tmp_path):

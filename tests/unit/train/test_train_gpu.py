@@ -97,7 +97,8 @@ def test_a_gpu_trains_as_a_cpu_does_and_holds_no_head(kind, tmp_path, large_voca
     assert held < head_bytes // 16
     assert peak < head_bytes // 2, "not even in bfloat16"
     tolerance = 2e-3 if kind == "float32" else 5e-2
-    assert losses_of(gpu) == pytest.approx(losses_of(cpu), rel=tolerance)
+    # a loss near 0, as Muon reaches it here, is rounding
+    assert losses_of(gpu) == pytest.approx(losses_of(cpu), rel=tolerance, abs=1e-3)
     assert rows_of(gpu, "tau").keys() == rows_of(cpu, "tau").keys()
     assert rows_of(gpu, "tau")[3] == pytest.approx(rows_of(cpu, "tau")[3], abs=0.1)
     with monkeypatch.context() as patch:
@@ -105,7 +106,7 @@ def test_a_gpu_trains_as_a_cpu_does_and_holds_no_head(kind, tmp_path, large_voca
         with pytest.raises(RuntimeError, match="power cut"):
             world.run(broken, inputs_of(broken, device="cuda", **changes))
     world.run(broken, inputs_of(broken, device="cuda", **changes))
-    assert losses_of(broken) == pytest.approx(losses_of(gpu), rel=1e-4)
+    assert losses_of(broken) == pytest.approx(losses_of(gpu), rel=1e-4, abs=1e-5)
     whole, resumed = (load_file(folder / "drafter" / "drafter.safetensors") for folder in (gpu, broken))
     for name, tensor in whole.items():
         torch.testing.assert_close(resumed[name], tensor, rtol=1e-3, atol=1e-4, msg=name)

@@ -156,7 +156,7 @@ class _Driver:
 
     def _hand_out(self) -> None:
         for name in self._ready:
-            while (planned := self._handout.next_for(name)) is not None:
+            while (planned := self._handout.next_for(name, len(self._cluster.names))) is not None:
                 if not self._watch.has_room(planned):
                     if self._handout.num_out:
                         return  # what is out is expected to take so much; once it lies there, it is known

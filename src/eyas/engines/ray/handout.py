@@ -14,8 +14,11 @@ from eyas.errors import CaptureError
 
 MAX_LOSSES = 4
 """Workers that may be lost while they have one shard."""
-WAITING = 1
-"""Shards that lie with a worker and are not begun: its engine never runs dry."""
+AHEAD_BYTES = 4 << 30
+"""States of shards that lie with a worker and are not begun, one shard at least: an engine is told samples ahead, and runs
+dry between small shards otherwise. As much as its shared memory holds."""
+LEFT_SHARE = 4
+"""Nobody is given a second shard ahead unless four times as many would remain for all: the last ones are shared."""
 
 
 class Handout:
@@ -41,14 +44,17 @@ class Handout:
         """Shards that are with workers."""
         return sum(len(hand) for hand in self._hands.values())
 
-    def next_for(self, worker: str) -> PlannedShard | None:
-        """What this worker may be given now; it is not given yet."""
+    def next_for(self, worker: str, num_workers: int = 1) -> PlannedShard | None:
+        """What this worker, one of so many, may be given now; it is not given yet."""
         hand = self._hands.get(worker, {})
         if not self._waiting or any(path in self._losses for path in hand):
             return None
-        if sum(path not in self._begun for path in hand) >= WAITING:
-            return None
         planned = self._waiting[0]
+        ahead = [other.payload_bytes for path, other in hand.items() if path not in self._begun]
+        is_much = sum(ahead) + planned.payload_bytes > AHEAD_BYTES
+        is_unfair = (len(ahead) + 1) * num_workers * LEFT_SHARE > len(self._waiting)
+        if ahead and (is_much or is_unfair):
+            return None
         if planned.path in self._losses and hand:
             return None
         return planned

@@ -109,7 +109,7 @@ def key_arguments(key: str, folder: Path) -> list[str]:
     """
     path = folder / "server.yaml"
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(f"api-key: {key}\n")
+        file.write(f'api-key: "{key}"\n')  # one of digits alone would be a number
     return ["--config", str(path)]
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -130,7 +131,9 @@ def _equal(first: CapturedSample, second: CapturedSample) -> bool:
 Fault = Callable[[SglangEngine, Sequence[TokenSample], States], dict[str, Any]]
 
 
-def _struck(done: str, strike: Callable[[Session], None]) -> Fault:
+def _struck(done: str, strike: Callable[[Session], None], *, is_first: bool = False) -> Fault:
+    """Strikes when some samples are there; or before all of them, since requests are worked on in the order they came."""
+
     def run(engine: SglangEngine, samples: Sequence[TokenSample], undisturbed: States) -> dict[str, Any]:
         struck_s: list[float] = []
         before = len(engine.keeper.lost_at_s)
@@ -140,7 +143,9 @@ def _struck(done: str, strike: Callable[[Session], None]) -> Fault:
                 struck_s.append(time.monotonic())
                 strike(session)
 
-        got, problems = _capture(engine, samples, timed)
+        if is_first:
+            threading.Thread(target=timed, args=(engine.keeper.session,), daemon=True).start()
+        got, problems = _capture(engine, samples, None if is_first else timed)
         lost = engine.keeper.lost_at_s[before:]
         seconds = round(lost[0] - struck_s[0], 2) if lost else None
         return {
@@ -237,6 +242,6 @@ FAULTS: dict[str, Fault] = {
     "disconnect": _struck("every connection of the client shut", lambda session: session.client.hang_up()),
     "kill_http": _struck("kill -9 of the HTTP process", _kill_http),
     "kill_scheduler": _struck("kill -9 of the scheduler", _signal_scheduler(signal.SIGKILL)),
-    "poison": _struck("another client sends an id outside of the vocab: the whole server dies", _poison),
+    "poison": _struck("another client sends an id outside of the vocab: the whole server dies", _poison, is_first=True),
     "stop_scheduler": _struck(f"SIGSTOP of the scheduler, watchdog {WATCHDOG_S} s", _signal_scheduler(signal.SIGSTOP)),
 }

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -98,7 +99,9 @@ def _rates(engine: SglangEngine, samples: Sequence[TokenSample]) -> dict[str, An
     for number, mode in enumerate(MODES):
         seconds = prefill(engine, samples, f"turn-{number}") if mode == "prefill" else capture(engine, samples)
         runs[mode].append(num_tokens / seconds)
-    means = {mode: sum(rates) / len(rates) for mode, rates in runs.items()}
+    middle = {
+        mode: statistics.median(rates) for mode, rates in runs.items()
+    }  # a turn may stand still for other reasons
     session = engine.keeper.session
     assert session.hello is not None
     assert session.server is not None
@@ -106,9 +109,9 @@ def _rates(engine: SglangEngine, samples: Sequence[TokenSample]) -> dict[str, An
     return {
         "ranks": session.hello.server_args.get("tp_size"),
         "faults_in_the_log": said[:5],  # a rank beside 0 that opened a socket, or could not capture, says so there
-        **{f"{mode}_tokens_s": mean for mode, mean in means.items()},
+        **{f"{mode}_tokens_s": rate for mode, rate in middle.items()},
         **{f"{mode}_runs": rates for mode, rates in runs.items()},
-        "ratio": means["capture"] / means["prefill"],
+        "ratio": middle["capture"] / middle["prefill"],
     }
 
 

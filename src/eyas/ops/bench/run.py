@@ -35,7 +35,7 @@ def run(root: Path, name: str, **options: Any) -> dict[str, Any]:
     Args:
         root: The repository; must hold published states, but for ``gc`` and ``faults``.
         name: ``store``, ``crash``, ``corruption``, ``faults``, ``gc``, ``train`` or ``train-quality``.
-        options: Of ``train``: ``peers``, ``num_rounds`` and ``device``; of ``train-quality``: ``peers``, ``num_seeds`` and ``jobs``.
+        options: Of ``train``: ``peers``, ``num_rounds``, ``device`` and ``share``; of ``train-quality``: ``peers``, ``num_seeds`` and ``jobs``.
 
     Returns:
         The figures.
@@ -103,7 +103,9 @@ def _gc(root: Path, scratch: Path) -> dict[str, Any]:
     return bench_gc.measure(scratch) | {"histories_tried": noted, "machine": config.machine()}
 
 
-def _train(root: Path, scratch: Path, *, peers: str, num_rounds: int, device: str) -> dict[str, Any]:
+def _train(
+    root: Path, scratch: Path, *, peers: str, num_rounds: int, device: str, share: float = 0.0
+) -> dict[str, Any]:
     from eyas.ops.bench import train as bench_train
     from eyas.ops.bench import train_device
 
@@ -115,7 +117,7 @@ def _train(root: Path, scratch: Path, *, peers: str, num_rounds: int, device: st
 
     if device == "cuda":
         return merged(train_device.measure(scratch, environments, named, num_rounds, lambda f: _write(path, merged(f))))
-    found = bench_train.measure(root, scratch, environments, named, num_rounds)
+    found = bench_train.measure(root, scratch, environments, named, num_rounds, share)
     return merged(found | {"machine": config.machine()})
 
 

@@ -52,7 +52,9 @@ def parse_peers(text: str) -> list[str]:
     return names
 
 
-def measure(root: Path, scratch: Path, environments: Path, peers: Sequence[str], num_rounds: int) -> dict[str, Any]:
+def measure(
+    root: Path, scratch: Path, environments: Path, peers: Sequence[str], num_rounds: int, share: float = 0.0
+) -> dict[str, Any]:
     """Speed, memory and loss of ours and of each peer on this CPU.
 
     Args:
@@ -61,6 +63,7 @@ def measure(root: Path, scratch: Path, environments: Path, peers: Sequence[str],
         environments: Environments of peers, kept between runs.
         peers: To compare with; one that cannot run is left out with a line that says why.
         num_rounds: Passes over the sequences that count.
+        share: Of the rows that train; 0: those of the answers.
 
     Returns:
         ``trainers``: per trainer ``tokens_s``, ``tokens_cpu_s``, ``peak_bytes``, ``loss`` and how it ran;
@@ -68,7 +71,9 @@ def measure(root: Path, scratch: Path, environments: Path, peers: Sequence[str],
     """
     if num_rounds < 1:
         raise ConfigError(f"--rounds {num_rounds}, expected at least 1")
-    shared = prepare(root, scratch) | SETTINGS
+    if not 0 <= share <= 1:
+        raise ConfigError(f"--share {share}, expected 0 to 1")
+    shared = prepare(root, scratch, share) | SETTINGS
     console.log(
         f"bench: {len(shared['sample_ids'])} sequences of {shared['sequence_tokens']:,} tokens, "
         f"{shared['trained_share']:.0%} of the rows train"

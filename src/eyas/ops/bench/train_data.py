@@ -32,12 +32,13 @@ from eyas.tokens.draft_vocab import DraftVocab
 SEQUENCE_TOKENS, NUM_SEQUENCES = 1024, 8
 
 
-def prepare(root: Path, folder: Path) -> dict[str, Any]:
+def prepare(root: Path, folder: Path, share: float = 0.0) -> dict[str, Any]:
     """Write every layout below a folder.
 
     Args:
         root: A repository with published states.
         folder: Empty.
+        share: Of the rows that train, the last of each sequence; 0: those of the answers.
 
     Returns:
         What all jobs share: paths, shape, ``sample_ids`` in file order, ``trained_share`` of rows.
@@ -45,7 +46,7 @@ def prepare(root: Path, folder: Path) -> dict[str, Any]:
     Raises:
         StoreError: The repository has no states, or too few for one sequence.
     """
-    source = _sequences(load(root))
+    source = _sequences(load(root), share)
     target = fs.read_record(TargetIdentity, root / "models/target.json")
     target_folder = (root / target_dir(target)).resolve()
     ends, vocab = read_ends(target_folder), DraftVocab.read(root / "data/draft_vocab")
@@ -88,17 +89,19 @@ def prepare(root: Path, folder: Path) -> dict[str, Any]:
     }
 
 
-def _sequences(source: Source) -> Source:
+def _sequences(source: Source, share: float) -> Source:
     """Sequences of exactly ``SEQUENCE_TOKENS``, in a fixed order."""
     joined = source.joined(SEQUENCE_TOKENS)
     states, tokens, N = {}, {}, SEQUENCE_TOKENS
     whole = [name for name, sample in joined.tokens.items() if len(sample.input_ids) >= N]
     if not whole:
         raise StoreError(f"the states hold fewer than {N:,} tokens, expected a sequence of as many", NEEDED)
+    num_masked = round((1 - share) * N)
+    own_mask = (0,) * num_masked + (1,) * (N - num_masked)
     for name in whole[:NUM_SEQUENCES]:
         sample, captured = joined.tokens[name], joined.states[name]
         tokens[name] = dataclasses.replace(
-            sample, split="train", input_ids=sample.input_ids[:N], loss_mask=sample.loss_mask[:N]
+            sample, split="train", input_ids=sample.input_ids[:N], loss_mask=own_mask if share else sample.loss_mask[:N]
         )
         states[name] = CapturedSample(
             name, captured.input_ids_T[:N], captured.aux_TAD[:N].contiguous(), captured.last_TD[:N].contiguous()

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,17 @@ from typing import Any
 
 from eyas.errors import ConfigError, EyasError
 from eyas.ops.image import host_pip
+from eyas.ops.image.pins import LOCAL
 
 TOOLS = ("docker", "podman", "buildah")
 VARIABLE = "EYAS_CONTAINER_TOOL"
 EPOCH = "0"
 """Of every file in an image: two builds give the same bytes."""
+
+
+LONGEST_PROBE_S = 180
+LEAST_IDS = 1001
+"""Images of ours have root and user 1000."""
 
 
 class ImageError(EyasError):
@@ -43,12 +50,14 @@ class Builder:
 
     tool: str
 
-    def build(self, root: Path, target: str, name: str, arguments: Mapping[str, str]) -> None:
-        """Build a target of the Dockerfile of ``root``.
+    def build(self, root: Path, target: str, name: str, arguments: Mapping[str, str], anew: bool = False) -> None:
+        """Build a target of the Dockerfile of ``root``; ``anew`` takes no step from an earlier build.
 
         Raises:
             ImageError: The build failed; its output was shown.
         """
+        self._need_ids()
+        self._need_own_base(arguments["BASE_CUDA" if target == "cuda" else "BASE_CPU"])
         found = host_pip.settings()
         with tempfile.NamedTemporaryFile("w", suffix=".conf") as conf:
             conf.write(host_pip.config_text(found))
@@ -58,15 +67,41 @@ class Builder:
             if self.tool == "docker":
                 output = f"--output=type=image,name={name},rewrite-timestamp=true,unpack=true"
                 command = ["docker", "buildx", "build", output, "--provenance=false", *shared]
+                command += ["--no-cache"] if anew else []
             else:
                 volumes = [f"--volume={path}:{path}:ro" for path in host_pip.mounts(found)]
                 own = ["--isolation=chroot"] if self.tool == "buildah" else []
-                command = [self.tool, "build", *own, "--network=host", "--timestamp=0", "--layers=false"]
+                command = [
+                    self.tool,
+                    "build",
+                    *own,
+                    "--network=host",
+                    "--timestamp=0",
+                    "--layers=false",
+                ]  # never from a cache
                 command += [*volumes, *shared, f"--tag={name}"]
             if subprocess.run([*command, str(root)], check=False).returncode:
                 raise ImageError(
                     f"{self.tool} could not build {target} of {root / 'Dockerfile'}", "its output is above"
                 )
+
+    def _need_own_base(self, base: str) -> None:
+        """Refuse a base of this machine that was not made: a builder would ask a registry on this machine for it."""
+        if base.startswith(LOCAL) and not self._inspected(base)[0]:
+            raise ImageError(f"no base image {base} here", f"bash containers/debian-base.sh {base}")
+
+    def _need_ids(self) -> None:
+        """Refuse an ordinary user to whom the system gives no further ids: an image's files belong to several users."""
+        if self.tool == "docker" or os.getuid() == 0:
+            return
+        command = [self.tool, "unshare", "cat", "/proc/self/uid_map"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if sum(int(line.split()[2]) for line in done.stdout.splitlines()) < LEAST_IDS:
+            raise ImageError(
+                f"{self.tool} as an ordinary user has no ids for an image's users: {done.stderr.strip()[-200:]}",
+                "sudo apt-get install uidmap && "
+                'sudo usermod --add-subuids 100000-165535 --add-subgids 100000-165535 "$USER"',
+            )
 
     def inspect(self, name: str) -> Image:
         """Digest, size and configuration of an image of this machine.
@@ -74,23 +109,33 @@ class Builder:
         Raises:
             ImageError: There is no such image.
         """
-        kind = ["--type", "image"] if self.tool == "buildah" else []
-        command = [self.tool, *(() if self.tool == "buildah" else ("image",)), "inspect", *kind, name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise ImageError(f"no image {name} here: {done.stderr.strip()[-200:]}", "`make image` builds it")
-        found = json.loads(done.stdout)
-        found = found[0] if isinstance(found, list) else found
+        found, reason = self._inspected(name)
+        if not found:
+            target = name.rpartition(":")[2]
+            raise ImageError(f"no image {name} here: {reason}", f"`make image IMAGE={target}` builds it")
         if self.tool == "buildah":
             digest, config = found["FromImageDigest"], found["OCIv1"]["config"]
             return Image(name, digest, self._buildah_size(name), config)
         digest = found.get("Digest") or next(iter(found.get("RepoDigests") or ()), "").rpartition("@")[2]
         return Image(name, digest or f"sha256:{found['Id'].removeprefix('sha256:')}", found["Size"], found["Config"])
 
+    def _inspected(self, name: str) -> tuple[dict[str, Any], str]:
+        """What the tool says about an image; nothing, and why, when there is none."""
+        own = ["inspect", "--type", "image"] if self.tool == "buildah" else ["image", "inspect"]
+        done = subprocess.run([self.tool, *own, name], capture_output=True, text=True, check=False)
+        if done.returncode:
+            return {}, done.stderr.strip()[-200:]
+        found = json.loads(done.stdout)
+        return (found[0] if isinstance(found, list) else found), ""
+
     def _buildah_size(self, name: str) -> int:
         done = subprocess.run(["buildah", "images", "--json", name], capture_output=True, text=True, check=True)
         number, unit = json.loads(done.stdout)[0]["size"].split()
         return int(float(number) * {"KB": 1e3, "MB": 1e6, "GB": 1e9}[unit])
+
+    def forget(self, name: str) -> None:
+        """Take a name from an image of this machine; the last name takes the image along."""
+        self._must([self.tool, "rmi", name], f"remove {name}")
 
     def save(self, name: str, archive: Path) -> None:
         """Write an image as a docker archive, the form that every scanner reads.
@@ -142,21 +187,28 @@ class Builder:
         """Run a command in a new container; its exit code."""
         if self.tool != "buildah":
             return subprocess.run(self._run_command(name, command, options), check=False).returncode
-        box = subprocess.run(["buildah", "from", name], capture_output=True, text=True, check=True).stdout.strip()
+        box = subprocess.run(
+            ["buildah", "from", "--pull-never", name], capture_output=True, text=True, check=True
+        ).stdout.strip()
         try:
             return subprocess.run(self._buildah_command(box, command, options), check=False).returncode
         finally:
             subprocess.run(["buildah", "rm", box], capture_output=True, check=False)
 
     def _buildah_command(self, box: str, command: Sequence[str], options: RunOptions) -> list[str]:
-        words = ["buildah", "run", "--isolation=chroot", f"--user={options.user}", f"--workingdir={options.folder}"]
+        words = ["buildah", "run", "--isolation=chroot", "--cap-drop=all", f"--workingdir={options.folder}"]
+        # To an ordinary user's buildah the caller is root, without a root's rights; any other id is nobody's outside.
+        mine = options.user == caller() and os.getuid() != 0
+        words += ["--user=0:0" if mine else f"--user={options.user}"]
         words += [f"--volume={path}:{path}" for path in options.mounts]
         words += [f"--env={key}={value}" for key, value in options.environment.items()]
         return [*words, box, "--", *command]
 
     def _run_command(self, name: str, command: Sequence[str], options: RunOptions) -> list[str]:
         words = [self.tool, "run", "--rm", "--ipc=host", f"--user={options.user}", f"--workdir={options.folder}"]
-        if self.tool == "podman":
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            words += ["--interactive", "--tty"]
+        if self.tool == "podman" and os.getuid() != 0:
             words += ["--userns=keep-id"]
         if options.gpus:
             words += ["--device=nvidia.com/gpu=all"] if self.tool == "podman" else ["--gpus=all"]
@@ -178,6 +230,11 @@ class RunOptions:
     gpus: bool = False
 
 
+def caller() -> str:
+    """``uid:gid`` of this process."""
+    return f"{os.getuid()}:{os.getgid()}"
+
+
 def find_builder() -> Builder:
     """The first tool that works here, or the one that ``EYAS_CONTAINER_TOOL`` names.
 
@@ -191,7 +248,7 @@ def find_builder() -> Builder:
         if works(tool):
             return Builder(tool)
     raise ConfigError(
-        f"{named or 'neither docker with buildx, podman nor buildah'} works here",
+        f"{named} does not work here" if named else "neither docker with buildx, podman nor buildah works here",
         "apt-get install buildah needs no daemon; a docker needs its daemon and the buildx plugin",
     )
 
@@ -201,6 +258,12 @@ def works(tool: str) -> bool:
     if shutil.which(tool) is None:
         return False
     probes = {"docker": (("info",), ("buildx", "version")), "podman": (("info",),), "buildah": (("info",),)}[tool]
-    return all(
-        subprocess.run([tool, *words], capture_output=True, check=False, timeout=60).returncode == 0 for words in probes
-    )
+    return all(_answers([tool, *words]) for words in probes)
+
+
+def _answers(command: list[str]) -> bool:
+    """Whether a command ends well in time: a daemon that hangs is none."""
+    try:
+        return subprocess.run(command, capture_output=True, check=False, timeout=LONGEST_PROBE_S).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False

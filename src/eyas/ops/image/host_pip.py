@@ -10,7 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-KEYS = ("cert", "constraint", "extra-index-url", "find-links", "index-url", "trusted-host")
+KEYS = ("cert", "extra-index-url", "find-links", "index-url", "trusted-host")
+"""No constraints: versions are the locks', and one of the host's could only refuse them."""
 
 
 def settings() -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eyas.errors import ConfigError
-from eyas.ops.image.builder import Builder, RunOptions
+from eyas.ops.image.builder import Builder, RunOptions, caller
 
 HOME = Path(".eyas/container/home")
 PASSED = ("ARGS", "EYAS_", "HF_TOKEN", "NCCL_", "OMP_NUM_THREADS", "TORCH_")
@@ -33,16 +33,14 @@ def run(root: Path, builder: Builder, name: str, command: Sequence[str]) -> int:
         ImageError: There is no such image.
     """
     root = root.resolve()
+    must_be_clear(root, builder)
     image = builder.inspect(name)
-    faults = preflight(root, builder)
-    if faults:
-        raise ConfigError("in the way of a container:\n" + "\n".join(f"  {fault}" for fault in faults))
     home = root / HOME
     home.mkdir(parents=True, exist_ok=True)
     # DVC looks at owners through its own git library, which reads this file and no environment.
     (home / ".gitconfig").write_text("[safe]\n\tdirectory = *\n")
     options = RunOptions(
-        user=f"{os.getuid()}:{os.getgid()}",
+        user=caller(),
         folder=root,
         mounts=(common_mount(root),),
         environment=environment(root, home, name, image.digest),
@@ -94,6 +92,13 @@ def wants_gpu(root: Path) -> bool:
     return params.is_file() and any(
         line.split("#")[0].strip().rstrip(",}").endswith("device: cuda") for line in params.read_text().splitlines()
     )
+
+
+def must_be_clear(root: Path, builder: Builder) -> None:
+    """Refuse what would go wrong in a container; raises ``ConfigError`` with every fault and its fix."""
+    faults = preflight(root, builder)
+    if faults:
+        raise ConfigError("in the way of a container:\n" + "\n".join(f"  {fault}" for fault in faults))
 
 
 def preflight(root: Path, builder: Builder) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from eyas import console
 from eyas.evaluate.summary import WalkedDocument, alpha, loop_share, tau
 from eyas.ops.serve.measure import Pass, Text
-from eyas.ops.serve.prompts import ServePrompt
+from eyas.ops.serve.offline import Judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +48,26 @@ def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def figures(
-    prompts: Sequence[ServePrompt], pairs: Sequence[Pair], walked: Sequence[WalkedDocument], facts: Mapping[str, Any]
+    sources: Sequence[str],
+    pairs: Sequence[Pair],
+    walked: Sequence[WalkedDocument],
+    judged: Sequence[Sequence[Judged | None]],
+    facts: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The record.
 
     Args:
-        prompts: What was asked.
+        sources: The set of each prompt that was asked.
         pairs: Per batch size; the walk is over the texts that the first one wrote with the drafter.
         walked: Per prompt, in their order.
+        judged: Per batch size and prompt: none where both texts are the same.
         facts: Versions, sizes, digests.
     """
     first = pairs[0]
-    found = {str(pair.plain.batch_size): _batch(pair, first.plain) for pair in pairs}
+    found = {
+        str(pair.plain.batch_size): _batch(pair, first.plain, [each for each in looked_at if each is not None])
+        for pair, looked_at in zip(pairs, judged, strict=True)
+    }
     server, offline = server_tau(first.drafted.texts), tau(walked)
     return {
         **facts,
@@ -67,13 +75,13 @@ def figures(
         "tau_offline": offline,
         "tau_ratio": server / offline if server and offline else None,
         "speedup": {size: batch["speedup"] for size, batch in found.items()},
-        "lossless": all(b["equality"]["num_identical"] == b["equality"]["num_answers"] for b in found.values()),
+        "lossless": not any(batch["differing"]["num_faults"] for batch in found.values()),
         "batches": found,
-        "sets": _sets(prompts, first.drafted.texts, walked),
+        "sets": _sets(sources, first.drafted.texts, walked),
     }
 
 
-def _batch(pair: Pair, reference: Pass) -> dict[str, Any]:
+def _batch(pair: Pair, reference: Pass, differing: Sequence[Judged]) -> dict[str, Any]:
     return {
         "tokens_per_s_plain": pair.plain.tokens_per_s,
         "tokens_per_s_drafted": pair.drafted.tokens_per_s,
@@ -82,15 +90,20 @@ def _batch(pair: Pair, reference: Pass) -> dict[str, Any]:
         "tau_server": server_tau(pair.drafted.texts),
         "equality": equality(pair.plain.texts, pair.drafted.texts),
         "equality_plain": equality(reference.texts, pair.plain.texts),
+        "differing": {
+            "num_answers": len(differing),
+            "num_ties": sum(each.num_ties for each in differing),
+            "largest_gap": max((each.largest_gap for each in differing), default=0.0),
+            "num_faults": sum(bool(each.fault) for each in differing),
+            "first_fault": next((each.fault for each in differing if each.fault), ""),
+        },
     }
 
 
-def _sets(
-    prompts: Sequence[ServePrompt], texts: Sequence[Text], walked: Sequence[WalkedDocument]
-) -> dict[str, dict[str, Any]]:
+def _sets(sources: Sequence[str], texts: Sequence[Text], walked: Sequence[WalkedDocument]) -> dict[str, dict[str, Any]]:
     found = {}
-    for source in sorted({prompt.source for prompt in prompts}):
-        chosen = [index for index, prompt in enumerate(prompts) if prompt.source == source]
+    for source in sorted(set(sources)):
+        chosen = [index for index, each in enumerate(sources) if each == source]
         documents = [walked[index] for index in chosen]
         found[source] = {
             "num_prompts": len(chosen),
@@ -115,7 +128,8 @@ def table(found: Mapping[str, Any]) -> str:
     batches = [
         (
             size, f"{b['tokens_per_s_plain']:,.1f}", f"{b['tokens_per_s_drafted']:,.1f}", f"{b['speedup']:.2f}",
-            _number(b["tau_server"]), _equal(b["equality"]), _equal(b["equality_plain"]),
+            _number(b["tau_server"]), _equal(b["equality"]), b["differing"]["num_ties"], b["differing"]["num_faults"],
+            _equal(b["equality_plain"]),
         )
         for size, b in found["batches"].items()
     ]  # fmt: skip
@@ -127,14 +141,25 @@ def table(found: Mapping[str, Any]) -> str:
         "speed-up",
         "tau",
         "equal to plain",
+        "near ties",
+        "faults",
         "plain, to first batch",
     )
     verdict = (
         f"{found['server']}, chain of {found['chain_length']}, {found['dtype']}: server tau {_number(found['tau_server'])}, "
-        f"offline tau {_number(found['tau_offline'])} (bonus included); output "
-        f"{'equals plain greedy everywhere' if found['lossless'] else 'differs from plain greedy, see the table'}"
+        f"offline tau {_number(found['tau_offline'])} (bonus included); {_losses(found)}"
     )
     return "\n\n".join([console.table(sets, sets_head), console.table(batches, batches_head), verdict])
+
+
+def _losses(found: Mapping[str, Any]) -> str:
+    differing = [batch["differing"] for batch in found["batches"].values()]
+    if not any(each["num_answers"] for each in differing):
+        return "output equals plain greedy everywhere"
+    if found["lossless"]:
+        return "output is the target's greedy choice everywhere, near ties aside"
+    first = next(each["first_fault"] for each in differing if each["first_fault"])
+    return f"output is NOT the target's greedy choice: {first}"
 
 
 def _number(value: float | None) -> str:

@@ -1,7 +1,4 @@
-"""Prompts of the benchmark: HumanEval out of its wheel, this run's held-out ones, public sets out of local files.
-
-Of a set with several turns the first is taken: the answers to the others would have to be written first.
-"""
+"""Prompts of the benchmark: HumanEval out of its wheel, this run's held-out ones, public sets out of local files."""
 
 from __future__ import annotations
 
@@ -23,12 +20,15 @@ SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class ServePrompt:
-    """What a user says first."""
+    """What a user says."""
 
     prompt_id: str
     """``gsm8k-17``: the set and the place in its file, from 0."""
     source: str
     text: str
+    """The first turn."""
+    later: tuple[str, ...] = ()
+    """Further turns of the user; what stands between them the target has to write first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Layout:
 
     describes: str
     """For people: which file, which fields."""
-    read: Callable[[Mapping[str, Any]], str]
-    """The first turn; raises ``_LayoutError``."""
+    read: Callable[[Mapping[str, Any]], Sequence[str]]
+    """The user's turns, one or more; raises ``_LayoutError``."""
 
 
 class _LayoutError(Exception):
@@ -58,35 +58,37 @@ def _text(record: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def _turns(record: Mapping[str, Any]) -> str:
+def _turns(record: Mapping[str, Any]) -> Sequence[str]:
     turns = record.get("turns")
-    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise _LayoutError(f"turns: {turns!r:.60}, expected a list of texts")
-    return turns[0]
+    return turns
 
 
-def _instruction(record: Mapping[str, Any]) -> str:
+def _instruction(record: Mapping[str, Any]) -> Sequence[str]:
     given = record.get("input")
-    return _text(record, "instruction") + (f"\n\n{given}" if given else "")
+    return (_text(record, "instruction") + (f"\n\n{given}" if given else ""),)
 
 
-def _speed_bench(record: Mapping[str, Any]) -> str:
+def _speed_bench(record: Mapping[str, Any]) -> Sequence[str]:
     messages = record.get("messages")
     if messages is None:
-        text = _turns(record)
-    elif isinstance(messages, list) and messages and isinstance(messages[0], dict):
-        text = _text(messages[0], "content")
+        turns = _turns(record)
+    elif isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
+        turns = [_text(message, "content") for message in messages if message.get("role", "user") == "user"]
     else:
         raise _LayoutError(f"messages: {messages!r:.60}, expected a list of messages")
-    if text.startswith(PLACEHOLDER):
+    if not turns:
+        raise _LayoutError("messages: none is the user's")
+    if any(turn.startswith(PLACEHOLDER) for turn in turns):
         raise _LayoutError("its text is left out of the published file, fill it with the set's own prepare script")
-    return text
+    return turns
 
 
 LAYOUTS = {
     "alpaca": Layout("alpaca_data.json: instruction, input (may be empty), output", _instruction),
-    "gsm8k": Layout("test.jsonl or its parquet: question, answer", lambda record: _text(record, "question")),
-    "math500": Layout("test.jsonl: problem, solution, answer", lambda record: _text(record, "problem")),
+    "gsm8k": Layout("test.jsonl or its parquet: question, answer", lambda record: (_text(record, "question"),)),
+    "math500": Layout("test.jsonl: problem, solution, answer", lambda record: (_text(record, "problem"),)),
     "mt_bench": Layout("question.jsonl: question_id, category, turns (a list of texts)", _turns),
     "speed_bench": Layout("a split's parquet: turns; or its prepared jsonl: messages", _speed_bench),
 }
@@ -151,10 +153,10 @@ def read_file(name: str, path: Path) -> Iterator[ServePrompt]:
     hint = f"{name} is {layout.describes}"
     for record in _records(name, path, hint):
         try:
-            text = layout.read(_object(record.value))
+            first, *later = layout.read(_object(record.value))
         except _LayoutError as error:
             raise DataError(f"{path}, record {record.place:,}: {error}", hint) from None
-        yield ServePrompt(f"{name}-{num_read}", name, text)
+        yield ServePrompt(f"{name}-{num_read}", name, first, tuple(later))
         num_read += 1
     if not num_read:
         raise DataError(f"{path} holds no record", hint)

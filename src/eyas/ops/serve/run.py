@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from eyas.engines.sglang import versions
 from eyas.engines.sglang.launch import URL_VARIABLE, Wanted
 from eyas.engines.sglang.session import Session
 from eyas.errors import ConfigError, ExportError
+from eyas.evaluate.summary import WalkedDocument
 from eyas.ops.serve.figures import Pair, figures
-from eyas.ops.serve.measure import Pass, make_requests, run_pass
-from eyas.ops.serve.offline import Written, as_served, walk_written
-from eyas.ops.serve.prompts import ServePrompt, read_sets
+from eyas.ops.serve.measure import Pass, Text, make_requests, run_pass
+from eyas.ops.serve.offline import Judge, Judged, Written, as_served, walk_written
+from eyas.ops.serve.prompts import read_sets
+from eyas.ops.serve.turns import Asked, Asker
 from eyas.plan.interpreter import sglang_versions
 from eyas.target.load import load_model, load_tokenizer, read_ends
 from eyas.target.locate import ensure
@@ -111,16 +114,17 @@ def serve_bench(root: Path, request: ServeRequest) -> dict[str, Any]:
             f"{URL_VARIABLE} is set, but the benchmark starts servers of its own", f"unset {URL_VARIABLE}"
         )
     served = _prepare(root, request)
-    prompts = read_sets(root, request.sets, request.num_prompts)
-    ids = _prompt_ids(served, prompts, request)
-    plain = _serve(served, request, None, ids)
-    drafted = _serve(served, request, root / "models/export/sglang", ids)
+    asker = _asker(served, request)
+    asked = asker.first(read_sets(root, request.sets, request.num_prompts))
+    longest = asker.longest(asked)
+    with _server(served, request, None, longest) as session:
+        asked = _whole_conversations(session, served, request, asker, asked)
+        plain = _passes(session, served, request, asked, "plain")
+    with _server(served, request, root / "models/export/sglang", longest) as session:
+        drafted = _passes(session, served, request, asked, "drafted")
     pairs = [Pair(*both) for both in zip(plain, drafted, strict=True)]
-    written = [
-        Written(prompt_id=prompt.prompt_id, source=prompt.source, prompt_ids=tuple(prompt_ids), answer_ids=text.ids)
-        for prompt, prompt_ids, text in zip(prompts, ids, pairs[0].drafted.texts, strict=True)
-    ]
-    found = figures(prompts, pairs, _walk(root, served, written, request), _facts(served, request))
+    walked, judged = _look_back(root, served, request, asked, pairs)
+    found = figures([one.source for one in asked], pairs, walked, judged, _facts(served, request))
     fs.write_text(root / REPORT, json.dumps(found, indent=2, sort_keys=True) + "\n")
     return found
 
@@ -147,54 +151,72 @@ def _prepare(root: Path, request: ServeRequest) -> _Served:
     )
 
 
-def _prompt_ids(served: _Served, prompts: Sequence[ServePrompt], request: ServeRequest) -> list[list[int]]:
-    """Prompts as the target's chat template writes them."""
-    tokenizer = load_tokenizer(served.folder, served.params.target.trust_remote_code)
+def _asker(served: _Served, request: ServeRequest) -> Asker:
     room = served.target.max_position_embeddings - request.max_new_tokens - request.chain_length - 1
-    found = []
-    for prompt in prompts:
-        messages = [{"role": "user", "content": prompt.text}]
-        ids = list(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-        )
-        if len(ids) > room:
-            raise ConfigError(
-                f"prompt {prompt.prompt_id} has {len(ids):,} tokens, expected at most {room:,}: the context less what is "
-                "written and drafted",
-                "lower --max-new-tokens, or leave the set out",
-            )
-        found.append(ids)
-    return found
+    tokenizer = load_tokenizer(served.folder, served.params.target.trust_remote_code)
+    return Asker(tokenizer, room, request.max_new_tokens)
 
 
-def _serve(
-    served: _Served, request: ServeRequest, drafter: Path | None, prompts: Sequence[Sequence[int]]
-) -> list[Pass]:
-    """Every batch size on one server."""
-    eos, name = served.target.eos_token_ids, "drafted" if drafter else "plain"
-    room = max(map(len, prompts)) + request.max_new_tokens + request.chain_length + 1
+@contextmanager
+def _server(served: _Served, request: ServeRequest, drafter: Path | None, longest: int) -> Iterator[Session]:
+    room = longest + request.max_new_tokens + request.chain_length + 1
     session = Session(served.wanted(request, drafter), 2 if drafter else 1, request.batch_sizes[-1] * room, 0)
     try:
-        passes = []
-        for batch_size in request.batch_sizes:
-            run_pass(session, make_requests(prompts[:batch_size], WARM_UP_TOKENS), batch_size, eos)
-            done = run_pass(session, make_requests(prompts, request.max_new_tokens), batch_size, eos)
-            console.log(f"serve-bench: {name}, batch {batch_size}: {done.tokens_per_s:,.1f} tokens/s")
-            passes.append(done)
-        return passes
+        yield session
     finally:
         session.close()
 
 
-def _walk(root: Path, served: _Served, written: Sequence[Written], request: ServeRequest) -> list[Any]:
+def _whole_conversations(
+    session: Session, served: _Served, request: ServeRequest, asker: Asker, asked: Sequence[Asked]
+) -> list[Asked]:
+    """All turns, a prompt's own in their order: each follows the answers that this server writes."""
+    found, wave = list(asked), [one for one in asked if one.later]
+    while wave:
+        requests = make_requests([one.ids for one in wave], request.max_new_tokens)
+        done = run_pass(session, requests, request.batch_sizes[-1], served.target.eos_token_ids)
+        wave = asker.next(wave, [text.ids for text in done.texts])
+        found += wave
+        wave = [one for one in wave if one.later]
+    return found
+
+
+def _passes(session: Session, served: _Served, request: ServeRequest, asked: Sequence[Asked], name: str) -> list[Pass]:
+    """Every batch size on one server."""
+    eos, prompts, passes = served.target.eos_token_ids, [one.ids for one in asked], []
+    for batch_size in request.batch_sizes:
+        run_pass(session, make_requests(prompts[:batch_size], WARM_UP_TOKENS), batch_size, eos)
+        done = run_pass(session, make_requests(prompts, request.max_new_tokens), batch_size, eos)
+        console.log(f"serve-bench: {name}, batch {batch_size}: {done.tokens_per_s:,.1f} tokens/s")
+        passes.append(done)
+    return passes
+
+
+def _look_back(
+    root: Path, served: _Served, request: ServeRequest, asked: Sequence[Asked], pairs: Sequence[Pair]
+) -> tuple[list[WalkedDocument], list[list[Judged | None]]]:
+    """The walk over the first pass' texts, and what the target says of drafted texts that are not the plain ones."""
     params = served.params
     ends = read_ends(served.folder)
     drafter, meta = load_drafter(root / "models/drafter", ends.embedding_VD)
     model = load_model(served.folder, served.dtype, params.target.device, params.target.trust_remote_code)
     head_VD = ends.head_VD.to(next(model.parameters()).dtype)
-    return walk_written(
-        as_served(drafter, params.export.dtype), model, meta.boundaries, head_VD, written, request.chain_length
-    )
+    as_served(drafter, params.export.dtype)
+    written = [_written(one, text) for one, text in zip(asked, pairs[0].drafted.texts, strict=True)]
+    walked = walk_written(drafter, model, meta.boundaries, head_VD, written, request.chain_length)
+    judge = Judge(model, served.target.eos_token_ids, request.max_new_tokens)
+    judged = [
+        [
+            None if plain.ids == text.ids else judge(_written(one, text))
+            for one, plain, text in zip(asked, pair.plain.texts, pair.drafted.texts, strict=True)
+        ]
+        for pair in pairs
+    ]
+    return walked, judged
+
+
+def _written(one: Asked, text: Text) -> Written:
+    return Written(prompt_id=one.prompt_id, source=one.source, prompt_ids=one.ids, answer_ids=text.ids)
 
 
 def _facts(served: _Served, request: ServeRequest) -> dict[str, Any]:

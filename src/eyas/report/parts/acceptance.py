@@ -158,7 +158,7 @@ def _drawn(found: Figures) -> Iterator[tuple[object, ...]]:
                     f"{name}, {mode.replace('_', ' ')}",
                     number(check.number("temperature"), 2),
                     number(check.number("tau")),
-                    span(check),
+                    _interval(check),
                     number(check.number("tau_expected")),
                     count(check.number("num_prompts")),
                     count(check.number("num_tokens")),
@@ -190,20 +190,27 @@ def _modes(found: Figures, evaluate: Figures) -> Iterator[str]:
         headers = (
             "prompt set, mode",
             "tau",
+            "95 % interval",
             "batch",
             "prompts",
             "as plain decoding",
             "near ties",
+            "p",
             "speed-up",
             "predicted",
         )
         yield subtitle("Ways of decoding")
-        yield table("Ways of decoding", headers, rows, numeric=range(1, 8))
+        yield table("Ways of decoding", headers, rows, numeric=range(1, 10))
         yield note(
             "Speed-ups are of all sets together, over plain decoding in the same run; predicted ones come from the measured "
             "costs of a draft step and of a check. A near tie is a token that one forward ranks first and another second, "
-            "within the rounding of the dtype."
+            "within the rounding of the dtype. p is the chi-square test that sampled tokens are the target's samples; a small "
+            "one says that they are not."
         )
+
+
+def _interval(check: Figures) -> str:
+    return span(check) or ("one prompt" if check.number("num_prompts") == 1 else "")
 
 
 def _speed_of(speeds: Figures, mode: str) -> Figures:
@@ -212,14 +219,16 @@ def _speed_of(speeds: Figures, mode: str) -> Figures:
 
 def _mode(check: Figures, speed: Figures) -> tuple[object, ...]:
     speedup, predicted = (speed.number(name) for name in ("speedup", "predicted_speedup"))
-    same = count(check.number("num_identical")) if check.number("temperature") == 0 else ""
-    ties = count(check.number("num_ties")) if check.number("temperature") == 0 else ""
+    is_greedy = check.number("temperature") == 0
+    p_value = check.number("p_value")
     return (
         number(check.number("tau")),
+        _interval(check),
         count(check.number("batch_size")),
         count(check.number("num_prompts")),
-        same,
-        ties,
+        count(check.number("num_identical")) if is_greedy else "",
+        count(check.number("num_ties")) if is_greedy else "",
+        "" if p_value is None else f"{p_value:.2g}",
         "" if speedup is None else f"{speedup:.2f} x",
         "" if predicted is None else f"{predicted:.2f} x",
     )
@@ -233,9 +242,10 @@ def _served(serve: Figures) -> Iterator[str]:
         (
             size,
             number(batch.number("tau_server")),
-            count(batch.number("tokens_per_s_plain")),
-            count(batch.number("tokens_per_s_drafted")),
+            number(batch.number("tokens_per_s_plain"), 1),
+            number(batch.number("tokens_per_s_drafted"), 1),
             number(batch.number("speedup"), 2),
+            *_equal(batch),
         )
         for size, batch in sorted(serve.groups("batches").items(), key=lambda entry: (len(entry[0]), entry[0]))
     ]
@@ -247,7 +257,36 @@ def _served(serve: Figures) -> Iterator[str]:
     )
     if rows:
         headers = ("batch", "server tau", "tokens / s, plain", "tokens / s, drafted", "speed-up")
-        yield table("Served, by batch size", headers, rows, numeric=range(1, 5))
+        more = ("as plain", "near ties", "faults")
+        yield table("Served, by batch size", (*headers, *more), rows, numeric=range(1, 8))
+    yield from _served_sets(serve)
+
+
+def _served_sets(serve: Figures) -> Iterator[str]:
+    """What the server counted on each set, beside the walk over the same texts."""
+    rows = [
+        (
+            name,
+            number(entry.number("tau_server")),
+            number(entry.number("tau_offline")),
+            count(entry.number("num_same_rounds")),
+            count(entry.number("num_prompts")),
+            count(entry.number("num_tokens")),
+            share(entry.number("loop_share")),
+        )
+        for name, entry in serve.groups("sets").items()
+    ]
+    if rows:
+        headers = ("prompt set", "server tau", "offline tau", "same rounds", "of prompts", "tokens", "loops")
+        yield table("Served, by prompt set", headers, rows, numeric=range(1, 7))
+
+
+def _equal(batch: Figures) -> tuple[str | None, ...]:
+    """Answers that are the plain server's, of how many; and what the target says of the others."""
+    equality, differing = batch.group("equality"), batch.group("differing")
+    same, of = (count(equality.number(name)) for name in ("num_identical", "num_answers"))
+    looked_at = (count(differing.number(name)) for name in ("num_ties", "num_faults"))
+    return (None if same is None else f"{same} of {of}", *looked_at)
 
 
 def _everything(found: Figures) -> str:

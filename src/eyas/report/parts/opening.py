@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from eyas.report.charts import interval
-from eyas.report.figures import Figures
+from eyas.report.figures import Figures, other_sets
 from eyas.report.html import Markup, badge, nothing, text, tiles
 from eyas.report.parts.words import count, number, share, span
 from eyas.report.sources import Sources
@@ -34,16 +34,14 @@ def _subtitle(sources: Sources) -> str:
 
 
 def _tau(acceptance: Figures) -> str:
-    """The set of the held-out conversations comes with an interval; it is the one whose tau is the whole's."""
     tau, chain = acceptance.number("tau") or 0.0, acceptance.number("chain_length") or 0.0
-    own = next((entry for entry in acceptance.groups("sets").values() if entry.number("tau") == tau), Figures({}))
-    low, high = own.number("tau_low"), own.number("tau_high")
+    low, high = acceptance.number("tau_low"), acceptance.number("tau_high")
     drawn = ""
     if low is not None and high is not None:
         drawn = interval(low, tau, high, 1.0, chain + 1, width=340, ticks=True)
     return (
         f'<div class="tau"><p class="eyebrow">tau, held out</p><p class="figure">{number(tau)}</p>{drawn}'
-        f"<p>{text(f'95 % interval {span(own)}. ' if drawn else '')}Tokens per forward of the target, bonus token included: "
+        f"<p>{text(f'95 % interval {span(acceptance)}. ' if drawn else '')}Tokens per forward of the target, bonus token included: "
         f"1 is of no use, {chain + 1:g} perfect.</p><p>{_verdict(acceptance)}</p></div>"
     )
 
@@ -66,7 +64,7 @@ def _company(acceptance: Figures) -> str:
     alpha = acceptance.numbers("alpha")
     untrained, tau = acceptance.number("tau_untrained"), acceptance.number("tau") or 0.0
     gain = f"training gave {tau / untrained:.2f} times as much" if untrained else ""
-    sets = [(f"tau, {name}", number(entry), "another prompt set") for name, entry in _other_sets(acceptance).items()]
+    sets = [(f"tau, {name}", number(tau), "another prompt set") for name, tau in other_sets(acceptance).items()]
     length = f"drafts of up to {count(acceptance.number('chain_length'))} tokens"
     return tiles(
         (
@@ -78,9 +76,3 @@ def _company(acceptance: Figures) -> str:
             *sets[:1],
         )
     )
-
-
-def _other_sets(acceptance: Figures) -> dict[str, float]:
-    entries = acceptance.groups("sets").items()
-    taus = {name: tau for name, entry in entries if (tau := entry.number("tau")) is not None}
-    return {name: tau for name, tau in taus.items() if tau != acceptance.number("tau")}

@@ -1,0 +1,70 @@
+"""How the Makefile behaves under make itself, with programs that do nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOUBLE = """#!/bin/sh
+echo "$1 $2 begins" >> "$DIARY"
+sleep 0.1
+echo "$1 $2 ends" >> "$DIARY"
+"""
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """Run make in an image's stead: no venv is made, and dvc and eyas write a diary."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("dvc", "eyas"):
+        (tmp_path / name).write_text(DOUBLE)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("DIARY", str(tmp_path / "diary"))
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    environment = clean | {"EYAS_IMAGE": "x", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["make", *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    return run
+
+
+def test_one_stage_at_a_time_under_j(make, tmp_path):
+    """Two of DVC would meet in its locks, and two stages would share the cores."""
+    done = make("-j8", "fetch", "ingest", "extract", "train")
+    assert done.returncode == 0, done.stderr
+    diary = (tmp_path / "diary").read_text().splitlines()
+    assert [line.split()[-1] for line in diary] == ["begins", "ends"] * (len(diary) // 2)
+    assert len(diary) >= 12
+
+
+@pytest.mark.parametrize(
+    ("version", "right"), [("3.81", False), ("3.82", False), ("4.0", True), ("4.3", True), ("4.4.1", True)]
+)
+def test_an_old_make_is_refused_with_the_fix(make, version, right):
+    done = make(f"MAKE_VERSION={version}", "help")
+    assert (done.returncode == 0) is right
+    if not right:
+        assert f"GNU make {version} is too old, expected 4.0 or newer: `brew install make`" in done.stderr
+
+
+def test_a_dry_run_shows_commands_and_runs_none(make, tmp_path):
+    done = make("-n", "repro", "gc", "CONFIRM=it's")
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "diary").exists()
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert {"eyas guard dvc repro", "eyas summary"} <= set(lines)
+    assert "eyas gc --confirm 'it'\\''s'" in lines
+
+
+def test_help_has_its_sections_in_order(make):
+    listed = [line for line in make("help").stdout.splitlines() if line and not line.startswith("  ")]
+    named = [line.partition(" (")[0] for line in listed]
+    assert named == ["Start", "Pipeline", "Look", "Disk", "Measure", "Container", "Exchange", "Quality"]
