@@ -15,10 +15,15 @@ import typing
 from typing import Any, Literal, TypeVar
 
 Record = TypeVar("Record")
+ADDED_LATER = {"added_later": True}
+"""Metadata of a record's field that is written only where it differs from its default."""
 
 
 def to_plain(value: Any) -> Any:
-    """Records, tuples and mappings as plain JSON values; refuses NaN and infinities."""
+    """Records, tuples and mappings as plain JSON values; refuses NaN and infinities.
+
+    A field of ``ADDED_LATER`` is left out while it has its default: records made before it keep their digests.
+    """
     kind = type(value)
     if kind is str or kind is int or kind is bool or value is None:
         return value
@@ -34,7 +39,8 @@ def to_plain(value: Any) -> Any:
 def _odd_to_plain(value: Any) -> Any:
     """Records, values of derived types, and what is refused."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: to_plain(getattr(value, name)) for name in _field_names(type(value))}
+        kept = ((name, later, getattr(value, name)) for name, later in _written_fields(type(value)))
+        return {name: to_plain(item) for name, later, item in kept if not (later and item == later[0])}
     if isinstance(value, dict):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -45,8 +51,10 @@ def _odd_to_plain(value: Any) -> Any:
 
 
 @functools.cache
-def _field_names(kind: type) -> tuple[str, ...]:
-    return tuple(f.name for f in dataclasses.fields(kind))
+def _written_fields(kind: type) -> tuple[tuple[str, tuple[Any] | None], ...]:
+    """(name, the default under which it is left out) of every field."""
+    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(kind)
+    return tuple((f.name, (f.default,) if f.metadata.get("added_later") else None) for f in fields)
 
 
 def canonical_json(value: Any) -> str:

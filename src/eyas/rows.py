@@ -16,6 +16,9 @@ import numpy as np
 
 from eyas.contracts import LastRows
 
+CALIBRATION_ROWS = 4096
+"""Rows of aux states that a new drafter's first weights are made from."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from eyas import config
-from eyas.batches.order import BatchOrder, Cursor, PlannedBatch, pack_order
+from eyas.batches.order import WINDOW_SHARDS, BatchOrder, Cursor, PlannedBatch, pack_order
 from eyas.errors import DataError, EyasError, StoreError
 
 if TYPE_CHECKING:
@@ -92,10 +92,16 @@ def num_read_threads() -> int:
     return config.knob("EYAS_READ_THREADS", min(config.cores(), 8))
 
 
-def order_of(reader: Reader, samples: Sequence[StoredSample], batch_tokens: int, seed: int) -> BatchOrder:
+def order_of(
+    reader: Reader,
+    samples: Sequence[StoredSample],
+    batch_tokens: int,
+    seed: int,
+    window_shards: int = WINDOW_SHARDS,
+) -> BatchOrder:
     """The order in which some samples of a reader are trained on."""
     ids, lengths = [s.sample_id for s in samples], [s.num_tokens for s in samples]
-    return BatchOrder(ids, [reader.shard_of(i) for i in ids], lengths, batch_tokens, seed)
+    return BatchOrder(ids, [reader.shard_of(i) for i in ids], lengths, batch_tokens, seed, window_shards)
 
 
 def plan_once(

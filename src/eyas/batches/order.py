@@ -1,6 +1,6 @@
 """Which documents make up which batch: decided by sample ids, their shards, lengths and seed alone.
 
-    shards → windows of ``WINDOW_SHARDS`` → documents shuffled inside each → packed up to ``batch_tokens``
+    shards → windows of ``train.shuffle_shards`` → documents shuffled inside each → packed up to ``batch_tokens``
 
 Needs the index only, never the states: 100,000 samples are ordered in a fraction of a second.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 WINDOW_SHARDS = 32
-"""Shards that are read at a time.
+"""Shards that are read at a time, unless ``train.shuffle_shards`` says otherwise.
 
 Nothing is held in memory for them, so this bounds only how many files are hot: a volume that fetches or caches
 whole files sees each of them once an epoch, and 32 shards of 1 GiB are 32 GiB of page cache, which a host that
@@ -36,7 +36,9 @@ def shuffled(sample_ids: Sequence[str], seed: int, epoch: int) -> list[int]:
     return sorted(range(len(sample_ids)), key=lambda index: _dice(seed, epoch, sample_ids[index]))
 
 
-def shuffled_by_shard(sample_ids: Sequence[str], shards: Sequence[str], seed: int, epoch: int) -> list[int]:
+def shuffled_by_shard(
+    sample_ids: Sequence[str], shards: Sequence[str], seed: int, epoch: int, window_shards: int = WINDOW_SHARDS
+) -> list[int]:
     """Indices in the order of one epoch, which goes through the set window by window.
 
     Shards lie in the order of their paths by falling length, so every window takes one shard at random out of
@@ -48,16 +50,17 @@ def shuffled_by_shard(sample_ids: Sequence[str], shards: Sequence[str], seed: in
         shards: Path of the shard of each.
         seed: Of the shuffle.
         epoch: Counted from 0.
+        window_shards: Most shards of a window.
     """
-    window_of = _windows(sorted(set(shards)), seed, epoch)
+    window_of = _windows(sorted(set(shards)), seed, epoch, window_shards)
     return sorted(
         range(len(sample_ids)), key=lambda index: (window_of[shards[index]], _dice(seed, epoch, sample_ids[index]))
     )
 
 
-def _windows(paths: Sequence[str], seed: int, epoch: int) -> dict[str, int]:
+def _windows(paths: Sequence[str], seed: int, epoch: int, window_shards: int) -> dict[str, int]:
     """Window of each shard: neighbours are dealt to different windows."""
-    num_windows = -(-len(paths) // WINDOW_SHARDS)
+    num_windows = -(-len(paths) // window_shards)
     windows: dict[str, int] = {}
     for start in range(0, len(paths), max(1, num_windows)):
         stretch = paths[start : start + num_windows]
@@ -124,18 +127,29 @@ class BatchOrder:
         lengths: Tokens of each.
         batch_tokens: Most tokens of a batch of several documents.
         seed: Of the shuffle.
+        window_shards: Shards whose documents are shuffled together.
     """
 
     def __init__(
-        self, sample_ids: Sequence[str], shards: Sequence[str], lengths: Sequence[int], batch_tokens: int, seed: int
+        self,
+        sample_ids: Sequence[str],
+        shards: Sequence[str],
+        lengths: Sequence[int],
+        batch_tokens: int,
+        seed: int,
+        window_shards: int = WINDOW_SHARDS,
     ) -> None:
         self._sample_ids, self._shards, self._lengths = sample_ids, shards, lengths
-        self._batch_tokens, self._seed = batch_tokens, seed
+        self._batch_tokens, self._seed, self._window_shards = batch_tokens, seed, window_shards
 
     def epoch(self, epoch: int) -> list[tuple[int, ...]]:
         """Batches of one epoch: every document exactly once."""
-        order = shuffled_by_shard(self._sample_ids, self._shards, self._seed, epoch)
+        order = shuffled_by_shard(self._sample_ids, self._shards, self._seed, epoch, self._window_shards)
         return pack_order(order, self._lengths, self._batch_tokens)
+
+    def shards(self, epoch: int) -> list[frozenset[str]]:
+        """Of each batch of an epoch the shards that its documents lie in."""
+        return [frozenset(self._shards[index] for index in batch) for batch in self.epoch(epoch)]
 
     def plan(
         self, cursor: Cursor, packs_per_step: int = 1, rank: int = 0, num_ranks: int = 1

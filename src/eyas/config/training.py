@@ -40,6 +40,12 @@ class DrafterConfig:
 class TrainConfig:
     """How the drafter is trained."""
 
+    source: str = "store"
+    """Where the states come from: ``store``, or ``stream``: captured while training goes on, into a ring of shards of
+    bounded size, once an epoch; only what an evaluation reads is stored then (docs/streaming.md)."""
+    shuffle_shards: int = 32
+    """Shards whose documents are shuffled together: an epoch goes through the set so many shards at a time. The ring
+    of a stream must hold them."""
     num_steps: int = 3000
     """Optimizer steps in all; a schedule over time would not be reproducible."""
     ttt_steps: int = 3
@@ -103,7 +109,16 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise ``ConfigError`` on a value out of range."""
-        counts = ("num_steps", "ttt_steps", "batch_tokens", "packs_per_step", "checkpoint_every", "log_every")
+        require(self.source in ("store", "stream"), "train.source", self.source, "store or stream")
+        counts = (
+            "shuffle_shards",
+            "num_steps",
+            "ttt_steps",
+            "batch_tokens",
+            "packs_per_step",
+            "checkpoint_every",
+            "log_every",
+        )
         for key in (*counts, "validate_every"):
             require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "1 or more")
         require(self.lr > 0, "train.lr", self.lr, "more than 0")

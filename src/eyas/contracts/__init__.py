@@ -5,6 +5,7 @@ The rooms exchange these records and nothing else. Each record has one writer (s
 """
 
 from eyas.contracts.capture import (
+    RING_SPARE_BYTES,
     CaptureIdentity,
     CapturePlan,
     EngineFacts,
@@ -15,6 +16,7 @@ from eyas.contracts.capture import (
     ShardManifest,
     StoredSample,
     payload_bytes,
+    ring_disk_bytes,
 )
 from eyas.contracts.data import (
     BYTES_PER_MASK,
@@ -28,6 +30,7 @@ from eyas.contracts.data import (
     FinalNorm,
     LastRows,
     Split,
+    StoredPart,
     TargetIdentity,
     TokenReport,
     TokenSample,
@@ -51,6 +54,7 @@ __all__ = [
     "BYTES_PER_MASK",
     "BYTES_PER_STATE",
     "BYTES_PER_TOKEN_ID",
+    "RING_SPARE_BYTES",
     "SCHEMA_VERSION",
     "AcceptanceReport",
     "Answer",
@@ -77,6 +81,7 @@ __all__ = [
     "ShardEntry",
     "ShardManifest",
     "Split",
+    "StoredPart",
     "StoredSample",
     "TargetIdentity",
     "TokenReport",
@@ -84,4 +89,5 @@ __all__ = [
     "WorstDocument",
     "WorstRound",
     "payload_bytes",
+    "ring_disk_bytes",
 ]

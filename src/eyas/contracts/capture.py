@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from eyas.canonical import digest, to_plain
-from eyas.contracts.data import BYTES_PER_STATE, SCHEMA_VERSION, FinalHidden, LastRows, Split
+from eyas.canonical import ADDED_LATER, digest, to_plain
+from eyas.contracts.data import BYTES_PER_STATE, SCHEMA_VERSION, FinalHidden, LastRows, Split, StoredPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,8 @@ class CaptureIdentity:
     revision: int
     last_rows: LastRows = "all"
     """``trained``: only rows that a training can read are stored (``eyas.rows``)."""
+    stored: StoredPart = field(default="all", metadata=ADDED_LATER)
+    """``judging``: samples that an evaluation reads; those of the training are streamed (``train.source``)."""
 
     @property
     def digest(self) -> str:
@@ -83,6 +85,16 @@ class CapturePlan:
 def payload_bytes(num_tokens: int, hidden_size: int, num_streams: int) -> int:
     """Bytes of bf16 hidden states before any codec."""
     return num_tokens * num_streams * hidden_size * BYTES_PER_STATE
+
+
+BLOCK_BYTES = 4096
+RING_SPARE_BYTES = 64 << 10
+"""Of a ring's size, for its folders and a record in the making."""
+
+
+def ring_disk_bytes(size_bytes: int) -> int:
+    """What a shard of so many bytes takes in a ring on a volume of usual blocks, its record included."""
+    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES + BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

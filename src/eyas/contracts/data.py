@@ -12,6 +12,7 @@ SCHEMA_VERSION = 1
 Split = Literal["train", "held_out"]
 FinalHidden = Literal["post_norm", "pre_norm"]
 LastRows = Literal["all", "trained"]
+StoredPart = Literal["all", "judging"]
 BYTES_PER_STATE = 2  # bf16, the only stored dtype
 BYTES_PER_TOKEN_ID = 4  # int32
 BYTES_PER_MASK = 1  # uint8

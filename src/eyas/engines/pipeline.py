@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eyas import config, console
+from eyas import config
 from eyas.contracts import CaptureIdentity, FailedSample, PlannedShard, TokenSample
 from eyas.engines.base import Engine
+from eyas.engines.batch import capture_batch
 from eyas.engines.checked import Checks
 from eyas.errors import CaptureError
 from eyas.plan.watch import Watch
@@ -137,40 +138,12 @@ class Pipeline:
         for batch in planned.batches:
             self._look(planned)
             samples = [tokens[sample.sample_id] for sample in batch]
-            reasons = self._collect(samples, assembly)
-            for sample in (s for s in samples if s.sample_id in reasons):
-                console.log(f"extract: once more, alone: {reasons[sample.sample_id]}")
-                again = self._collect([sample], assembly)
-                if again:
-                    assembly.fail(sample.sample_id, again[sample.sample_id])
+            capture_batch(self._engine, samples, assembly, self._checks)
             check_failures([*self._failed, *assembly.failed], self._max_failed)
             lost = {sample.sample_id for sample in assembly.failed}
             self._told.captured(sum(sample.num_tokens for sample in batch if sample.sample_id not in lost))
         self._failed += assembly.failed
         return assembly
-
-    def _collect(self, samples: Sequence[TokenSample], assembly: ShardAssembly) -> dict[str, str]:
-        """Capture samples into the assembly; the reason for each that did not get there."""
-        wanted = {sample.sample_id: sample for sample in samples}
-        reasons: dict[str, str] = {}
-        general = "the engine ended without its states"
-        try:
-            for captured, problem in self._checks.of(self._engine.capture(samples), wanted):
-                if captured.sample_id not in wanted:
-                    general = f"the engine answered with sample {captured.sample_id}, which was not asked for"
-                    break
-                if problem:
-                    reasons[captured.sample_id] = problem
-                else:
-                    assembly.add(captured.sample_id, captured.input_ids_T, captured.aux_TAD, captured.last_TD)
-        except CaptureError as error:
-            general = error.message
-        missing = set(assembly.missing)
-        said = {
-            s: general if general.startswith(f"sample {s}:") else f"sample {s}: {general}"
-            for s in missing & set(wanted)
-        }
-        return {s: reasons.get(s, said[s]) for s in wanted if s in missing}
 
 
 def num_writers() -> int:

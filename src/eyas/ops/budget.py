@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eyas import config, fs
+from eyas.canonical import from_plain
 from eyas.config import Params
 from eyas.contracts import BYTES_PER_STATE, CaptureIdentity, TargetIdentity
 from eyas.errors import PlanError
@@ -25,9 +26,12 @@ from eyas.ops.published import MANIFEST, PLAN, STATES
 from eyas.plan.budget import Budget, Done, Need, Reclaim, best_ratio
 from eyas.plan.cache import copying_types
 from eyas.plan.earlier import earlier_ratio, no_manifest
-from eyas.plan.identity import capture_identity
+from eyas.plan.identity import STORED, capture_identity
 from eyas.plan.volume import Volume, others, volume
 from eyas.shards.handover import HOME, SPOOL
+
+if TYPE_CHECKING:
+    from eyas.ops.stream_budget import StreamAccount
 
 TARGET, TOKENS_INDEX = "models/target.json", "data/tokens/index.json"
 REPLAN = "`make plan`"
@@ -67,6 +71,8 @@ class Account:
     other_volumes: tuple[Volume, ...]
     """Asked only when the capture does not fit."""
     budget: Budget
+    stream: StreamAccount | None = None
+    """Of a training whose states are streamed; the rest is then of the part that is stored."""
 
 
 def examine(root: Path) -> Account:
@@ -93,7 +99,20 @@ def examine(root: Path) -> Account:
         free_files=here.free_files,
         reclaim=_reclaim(root, planned.identity),
     )
-    return Account(planned=planned, volume=here, other_volumes=() if found.fits else tuple(others(root)), budget=found)
+    return Account(
+        planned=planned,
+        volume=here,
+        other_volumes=() if found.fits else tuple(others(root)),
+        budget=found,
+        stream=_stream(root, params, planned, found) if params.train.source == "stream" else None,
+    )
+
+
+def _stream(root: Path, params: Params, planned: Planned, found: Budget) -> StreamAccount:
+    from eyas.ops.stream_budget import stream_account
+
+    target, capture = fs.read_record(TargetIdentity, root / TARGET), from_plain(CaptureIdentity, planned.capture)
+    return stream_account(root, params, capture, target, found)
 
 
 def _reclaim(root: Path, identity: str) -> Reclaim:
@@ -118,8 +137,13 @@ def read_plan(root: Path, params: Params) -> Planned:
     with _no_collector():
         value = fs.read_json(root / PLAN)
     try:
-        capture = capture_identity(params.extract, target, params.target, index["tokens_sha256"])
+        stored = STORED[params.train.source]
+        capture = capture_identity(params.extract, target, params.target, index["tokens_sha256"], stored)
         rows = (index["num_trained_aux_rows"], index["num_trained_last_rows"])
+        if stored != "all" and capture.last_rows == "trained":
+            from eyas.tokens.part import planned_part  # the index counts rows of the whole set
+
+            rows = planned_part((root / TOKENS_INDEX).parent, stored).trained_rows
         _check_identity(value, capture)
         return _planned(value, capture, rows)
     except (KeyError, TypeError, ValueError) as error:

@@ -49,13 +49,28 @@ def account_values(account: Account) -> dict[str, Any]:
         "fits_after_retiring": with_retired(found).fits,
         "samples_that_fit": found.num_samples_that_fit,
         "options": to_plain(remedies(found, account.other_volumes)),
+        **_stream_values(account),
     }
+
+
+def _stream_values(account: Account) -> dict[str, Any]:
+    if account.stream is None:
+        return {}
+    from eyas.ops.stream_budget import stream_values
+
+    return {"stream": stream_values(account.stream)}
 
 
 def account_text(account: Account) -> str:
     """The table, and what would close the gap if there is one."""
     rows = [*_capture_rows(account), *_volume_rows(account), ("verdict", _verdict(account))]
     text = console.table(rows)
+    if account.stream is not None:
+        from eyas.ops.stream_budget import stream_text  # reads tokens: nothing that a stored capture needs
+
+        text = (
+            f"the part that is stored (train.source is stream):\n{text}\n\nthe stream:\n{stream_text(account.stream)}"
+        )
     ways = remedies(account.budget, account.other_volumes)
     return f"{text}\n\nwhat would close the gap, each alone:\n{remedies_text(ways)}" if ways else text
 

@@ -135,7 +135,8 @@ def _opener(
 def _engine_of_params(root: Path, manifest: ShardManifest) -> Engine:
     params = config.load(root / "params.yaml")
     target = fs.read_record(TargetIdentity, root / TARGET)
-    capture = capture_identity(params.extract, target, params.target, read_index(root / TOKENS).tokens_sha256)
+    tokens_sha256, stored = read_index(root / TOKENS).tokens_sha256, manifest.capture.stored
+    capture = capture_identity(params.extract, target, params.target, tokens_sha256, stored)
     if capture.digest != manifest.identity:
         raise StoreError(
             f"params.yaml, target and tokens give the capture {capture.digest}, the states are {manifest.identity}",

@@ -8,6 +8,7 @@ forward carries little padding, and a target that has too little memory fails in
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 from eyas.contracts import (
@@ -68,6 +69,17 @@ def build_plan(
         token_bytes=num_tokens * (BYTES_PER_TOKEN_ID + BYTES_PER_MASK),
         shards=shards,
     )
+
+
+def streamed_plan(capture: CaptureIdentity, lengths: Iterable[tuple[str, int]], hidden_size: int) -> CapturePlan:
+    """The plan of a stored set of all samples, of which a stream captures shard after shard.
+
+    Args:
+        capture: Of the part that is stored.
+        lengths: (sample id, number of tokens) of every sample.
+        hidden_size: Of the target.
+    """
+    return build_plan(lengths, dataclasses.replace(capture, stored="all"), hidden_size)
 
 
 def shard_path(index: int) -> str:

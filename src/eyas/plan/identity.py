@@ -6,7 +6,7 @@ import importlib.metadata
 from typing import cast
 
 from eyas.config import ExtractConfig, TargetConfig, resolve_boundaries
-from eyas.contracts import CaptureIdentity, LastRows, TargetIdentity
+from eyas.contracts import CaptureIdentity, LastRows, StoredPart, TargetIdentity
 from eyas.errors import PlanError
 from eyas.plan.interpreter import sglang_versions, vllm_versions
 
@@ -19,10 +19,16 @@ ENGINE_PACKAGES = {
 }
 """Packages whose version is an engine's; looked up without importing them. ``fake`` is ours alone."""
 OWN_VERSION = "1"
+STORED: dict[str, StoredPart] = {"store": "all", "stream": "judging"}
+"""What is stored, by ``train.source``."""
 
 
 def capture_identity(
-    extract: ExtractConfig, target: TargetIdentity, runs_as: TargetConfig, tokens_sha256: str
+    extract: ExtractConfig,
+    target: TargetIdentity,
+    runs_as: TargetConfig,
+    tokens_sha256: str,
+    stored: StoredPart = "all",
 ) -> CaptureIdentity:
     """Build the identity of a capture.
 
@@ -31,6 +37,7 @@ def capture_identity(
         target: Whose states are captured.
         runs_as: Dtype and device the target runs with; both decide bits.
         tokens_sha256: Content hash of the token dataset.
+        stored: Which of its samples are stored.
 
     Raises:
         ConfigError: A boundary does not exist on this target.
@@ -50,6 +57,7 @@ def capture_identity(
         dtype="bfloat16",
         codec=extract.codec,
         last_rows=cast("LastRows", extract.last_rows),
+        stored=stored,
         engine=extract.engine,
         engine_version=engine_version(extract.engine),
         engine_options={**own, **options},

@@ -25,7 +25,8 @@ from eyas.shards.handover import HOME, LOCK_NAME, hand_over, settle
 from eyas.stages import common
 from eyas.target.load import read_ends
 from eyas.target.locate import ensure
-from eyas.tokens.dataset import read_index, read_lengths
+from eyas.tokens.dataset import read_index
+from eyas.tokens.part import planned_part
 from eyas.tokens.table import TokenTable
 
 REPLAN = "make the plan again: `dvc repro plan`"
@@ -119,13 +120,15 @@ def _settle(root: Path, out: Path, manifest_path: Path) -> None:
 def _check_plan(params: Params, target: TargetIdentity, plan: CapturePlan, tokens: Path) -> None:
     """The plan must be the one that these parameters, this target and these tokens give, to the last figure."""
     index = read_index(tokens)
-    capture = capture_identity(params.extract, target, params.target, index.tokens_sha256)
+    stored = plan.capture.stored  # the plan was made for ``train.source``, which is no parameter of this stage
+    capture = capture_identity(params.extract, target, params.target, index.tokens_sha256, stored)
     if plan.identity != capture.digest:
         raise PlanError(
             f"the plan's capture identity is {plan.identity}, parameters, target and tokens give {capture.digest}",
             REPLAN,
         )
-    if plan != build_plan(read_lengths(tokens), capture, target.hidden_size, index.trained_rows):
+    part = planned_part(tokens, stored)
+    if plan != build_plan(part.lengths, capture, target.hidden_size, part.trained_rows):
         raise PlanError("the plan's samples, shards or counts are not those of its own identity", REPLAN)
 
 

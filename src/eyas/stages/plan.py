@@ -10,10 +10,11 @@ from eyas.contracts import TargetIdentity
 from eyas.plan.budget import budget, summary
 from eyas.plan.build import build_plan, check_context
 from eyas.plan.cache import copying_types
-from eyas.plan.identity import capture_identity
+from eyas.plan.identity import STORED, capture_identity
 from eyas.plan.summary import plan_table
 from eyas.stages import common
 from eyas.tokens.dataset import read_index, read_lengths
+from eyas.tokens.part import planned_part
 
 PATHS = ("TARGET_JSON", "TOKENS", "PLAN_JSON")
 
@@ -24,10 +25,11 @@ def main(argv: Sequence[str]) -> None:
     params = config.load()
     identity = fs.read_record(TargetIdentity, target_path)
     with common.stage_run("plan", [target_path, tokens], [plan_path]) as run:
-        lengths, index = read_lengths(tokens), read_index(tokens)
-        check_context(lengths, identity.max_position_embeddings)
-        capture = capture_identity(params.extract, identity, params.target, index.tokens_sha256)
-        plan = build_plan(lengths, capture, identity.hidden_size, index.trained_rows)
+        index, stored = read_index(tokens), STORED[params.train.source]
+        check_context(read_lengths(tokens), identity.max_position_embeddings)
+        capture = capture_identity(params.extract, identity, params.target, index.tokens_sha256, stored)
+        part = planned_part(tokens, stored)
+        plan = build_plan(part.lengths, capture, identity.hidden_size, part.trained_rows)
         fs.write_record(plan_path, plan)
         run.facts = {"identity": plan.identity, "payload_bytes": plan.payload_bytes}
     console.emit(plan_table(plan))

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from eyas import config, console, fs
+from eyas.batches.stream import StreamReader
+from eyas.batches.streamed_set import stored_ratio, streamed_set
+from eyas.config import Params
 from eyas.config.images import check_image
 from eyas.config.schema import TrainConfig
 from eyas.contracts import CheckpointMeta, ShardManifest, TargetIdentity
@@ -17,9 +22,10 @@ from eyas.shards.shard_cache import shard_cache
 from eyas.stages import common
 from eyas.target.load import require_device
 from eyas.target.locate import ensure
-from eyas.train.distributed import open_world, same_on_all, told_once
+from eyas.train.distributed import World, open_world, same_on_all, told_once
 from eyas.train.loop import Outcome
 from eyas.train.run import Inputs, train
+from eyas.train.streaming import open_stream
 
 NAMES = ("TARGET.json", "DRAFT_VOCAB", "STATES", "MANIFEST.json", "DRAFTER", "METRICS")
 RUNS_ROOT = Path(".eyas/train")
@@ -51,6 +57,7 @@ def _main(argv: Sequence[str]) -> None:
             reader=reader,
             drafter_config=params.drafter,
             config=params.train,
+            stream=_stream(params, target, manifest_path, manifest) if params.train.source == "stream" else None,
         )
         if not world.is_first:
             train(inputs, RUNS_ROOT, output, metrics, world)
@@ -61,6 +68,17 @@ def _main(argv: Sequence[str]) -> None:
             run.facts = _facts(outcome, world.size, params.train)
             run.nothing_worked_on = outcome.is_republished
     _show(meta, outcome, metrics, output, params.train)
+
+
+def _stream(
+    params: Params, target: Path, manifest_path: Path, manifest: ShardManifest
+) -> Callable[[World], AbstractContextManager[StreamReader]]:
+    """The tokens lie beside the manifest, whose capture names them by their hash."""
+    tokens = manifest_path.with_name("tokens")
+    ratio = stored_ratio(manifest)
+    streamed = streamed_set(tokens, manifest.capture, manifest.hidden_size, params.train, ratio)
+    command = [sys.executable, "-m", "eyas.engines.streamed", str(target), str(tokens), str(manifest_path)]
+    return lambda world: open_stream(streamed, command, world)
 
 
 def _facts(outcome: Outcome, num_processes: int, settings: TrainConfig) -> dict[str, Any]:
@@ -74,6 +92,8 @@ def _facts(outcome: Outcome, num_processes: int, settings: TrainConfig) -> dict[
         "cores": len(os.sched_getaffinity(0)),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
     }
+    if outcome.stream:
+        facts["stream"] = outcome.stream
     if outcome.best is not None:
         facts["best"] = {"step": outcome.best.step, "validation_tau": outcome.best.tau}
     return facts

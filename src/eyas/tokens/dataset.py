@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 
 from eyas import fs
 from eyas.canonical import canonical_json
-from eyas.contracts import SCHEMA_VERSION, TokenSample
+from eyas.contracts import SCHEMA_VERSION, StoredSample, TokenSample
 from eyas.errors import DataError, StoreError
 from eyas.rows import stored_rows
 
@@ -233,6 +233,60 @@ def read_lengths(folder: Path) -> list[tuple[str, int]]:
     return lengths
 
 
+def read_names(folder: Path) -> list[StoredSample]:
+    """What a shard's header says of every sample, in stored order; reads neither ids nor masks.
+
+    Raises:
+        DataError: The dataset is missing, damaged, or not what its index says.
+    """
+    lengths = dict(read_lengths(folder))
+    with _open(folder) as file:
+        rows = file.read(columns=[*SCHEMA.names[:5]]).to_pylist()
+    return [StoredSample(num_tokens=lengths[row["sample_id"]], **row) for row in rows]
+
+
+def read_group_names(folder: Path) -> Iterator[list[str]]:
+    """Sample ids of each row group."""
+    with _open(folder) as file:
+        for i in range(file.num_row_groups):
+            yield file.read_row_group(i, columns=["sample_id"])["sample_id"].to_pylist()
+
+
+def iter_masks(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """(sample id, loss mask) of every sample, one row group in memory; ids are not read, so contents are not checked."""
+    with _open(folder) as file:
+        for i in range(file.num_row_groups):
+            table = file.read_row_group(i, columns=["sample_id", "loss_mask"])
+            yield from zip(table["sample_id"].to_pylist(), _arrays(table["loss_mask"]), strict=True)
+
+
+def read_group(folder: Path, group: int) -> list[TokenSample]:
+    """Samples of one row group; whoever uses one checks it with ``check_row``.
+
+    Raises:
+        DataError: The dataset is missing or damaged.
+    """
+    with _open(folder) as file:
+        columns, ids, masks = _columns(folder, file, group)
+    names = [{name: values[i] for name, values in columns.items()} for i in range(len(ids))]
+    rows = zip(names, ids, masks, strict=True)
+    return [_sample_of(row, ids_T, mask_T) for row, ids_T, mask_T in rows]
+
+
+def _sample_of(row: dict[str, Any], ids_T: np.ndarray, mask_T: np.ndarray) -> TokenSample:
+    facts = {name: value for name, value in row.items() if name != "num_tokens"}
+    return TokenSample(**facts, input_ids=tuple(ids_T.tolist()), loss_mask=tuple(mask_T.tolist()))
+
+
+def check_row(sample: TokenSample) -> None:
+    """Refuse a sample whose id is not its content's.
+
+    Raises:
+        DataError: Both ids are named.
+    """
+    _row_digest(sample)
+
+
 def read_index(folder: Path) -> TokenIndex:
     """Counts and content hash as written.
 
@@ -311,11 +365,17 @@ def _open(folder: Path) -> Iterator[pq.ParquetFile]:
 def _row_groups(folder: Path) -> Iterator[tuple[dict[str, list], list[np.ndarray], list[np.ndarray]]]:
     with _open(folder) as file:
         for i in range(file.num_row_groups):
-            table = file.read_row_group(i)
-            if any(column.null_count for column in table.columns):
-                raise DataError(f"{folder}: row group {i} has empty fields", REMAKE)
-            columns = {name: table[name].to_pylist() for name in FACTS}
-            yield columns, _arrays(table["input_ids"]), _arrays(table["loss_mask"])
+            yield _columns(folder, file, i)
+
+
+def _columns(
+    folder: Path, file: pq.ParquetFile, group: int
+) -> tuple[dict[str, list], list[np.ndarray], list[np.ndarray]]:
+    table = file.read_row_group(group)
+    if any(column.null_count for column in table.columns):
+        raise DataError(f"{folder}: row group {group} has empty fields", REMAKE)
+    columns = {name: table[name].to_pylist() for name in FACTS}
+    return columns, _arrays(table["input_ids"]), _arrays(table["loss_mask"])
 
 
 def _arrays(column: pa.ChunkedArray) -> list[np.ndarray]:

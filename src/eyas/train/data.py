@@ -18,9 +18,9 @@ from eyas.drafter.judged import UNKNOWN, target_argmaxes
 from eyas.drafter.rows import Document, Pack, pack_documents, rows_to_read
 from eyas.drafter.teacher import TargetHead
 from eyas.errors import DataError, StoreError, TrainError
+from eyas.rows import CALIBRATION_ROWS
 from eyas.shards.reader import StoredStates
 
-CALIBRATION_TOKENS = 4096
 INFINITY_BITS, SIGN_BIT = 0x7F80, 0x8000
 """Of bfloat16: what is from here on, by sign, is no number."""
 FILL_MULTIPLE = 64
@@ -113,7 +113,7 @@ class Packer:
 
 
 def calibration_slice(reader: Reader) -> torch.Tensor:
-    """Aux states [T,A,D] of the first training samples by id, about ``CALIBRATION_TOKENS`` rows.
+    """Aux states [T,A,D] of the first training samples by id, about ``CALIBRATION_ROWS`` rows.
 
     Of each sample the rows that training reads, so that first weights do not depend on what else is stored.
     Damaged samples are passed over: training counts them.
@@ -138,7 +138,7 @@ def calibration_slice(reader: Reader) -> torch.Tensor:
             continue
         parts.append(stored.aux_TAD[: rows_to_read(stored).num_aux])
         num_rows += len(parts[-1])
-        if num_rows >= CALIBRATION_TOKENS:
+        if num_rows >= CALIBRATION_ROWS:
             break
     if damage is not None and not num_rows:
         raise damage

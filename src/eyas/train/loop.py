@@ -9,19 +9,20 @@ changes nothing but the order of sums.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from eyas import console
 from eyas.batches.loader import BatchLoader, Reader, order_of
-from eyas.batches.order import Cursor
+from eyas.batches.order import BatchOrder, Cursor
 from eyas.batches.split import split_samples
+from eyas.batches.stream import StreamReader
 from eyas.config.schema import TrainConfig
 from eyas.drafter.init import draft_head
 from eyas.drafter.loss import Measured, Workspace, ttt_loss
@@ -39,7 +40,9 @@ from eyas.train.metrics import MetricLog, Pending, Terminal, Window
 from eyas.train.optimizer import Optimizer
 from eyas.train.packs import Placer, StepData, StepSource, check_damage, made_ahead, named
 from eyas.train.schedule import learning_rate, ttt_steps_at
+from eyas.train.streaming import following
 from eyas.train.tensor_file import read_into
+from eyas.train.threads import all_threads
 from eyas.train.validation import Validator
 
 MEASURE_EVERY = 10
@@ -65,6 +68,8 @@ class Outcome:
     """Of this process, without validations."""
     is_republished: bool = False
     """Nothing was trained: what a finished run left was published again."""
+    stream: dict[str, Any] = field(default_factory=dict)
+    """What a streamed training captured, in the process that feeds it."""
 
 
 class Trainer:
@@ -91,6 +96,7 @@ class Trainer:
         world: World,
     ) -> None:
         self.config, self.reader, self.run_folder, self.world = config, reader, run, world
+        self._stream = reader if isinstance(reader, StreamReader) else None
         self._training, validation = split_samples(reader.samples, config.validation_share, config.seed)
         self.drafter = drafter.train()
         self.drafter.lm_head.weight.requires_grad_(config.train_head)
@@ -210,12 +216,12 @@ class Trainer:
             KeyboardInterrupt: Ctrl-C or SIGTERM; the state was saved.
         """
         config, world, resumed_at, begin_s = self.config, self.world, self._step, time.monotonic()
-        order = order_of(self.reader, self._training, config.batch_tokens, config.seed)
+        order = order_of(self.reader, self._training, config.batch_tokens, config.seed, config.shuffle_shards)
         packs_per_epoch = max(1, len(order.epoch(0)))
         loader = BatchLoader(
             self.reader, order.plan(self._cursor, config.packs_per_step, world.rank, world.size), check_states
         )
-        with _threads(), _stop_signals(self), matmul_dtype(config.dtype), loader:
+        with all_threads(), _stop_signals(self), matmul_dtype(config.dtype), loader, self._following(order):
             steps = made_ahead(iter(self._source(loader)), in_thread=world.device.type == "cuda")
             with contextlib.closing(steps):
                 for data in steps:
@@ -229,6 +235,16 @@ class Trainer:
         seconds = time.monotonic() - begin_s - self._validation_s
         return Outcome(self._num_trained_rows, self._num_tokens, epochs, resumed_at, damaged, self._best, seconds)
 
+    def _following(self, order: BatchOrder) -> contextlib.AbstractContextManager[None]:
+        stop = (lambda: bool(self._stop_signal)) if self.world.size == 1 else None
+        left = self.config.num_steps - self._step
+        self._leave_out(self._damaged)
+        return following(self._stream, order, self._cursor, self.config.packs_per_step, left, stop, self._save_stopped)
+
+    def _leave_out(self, damaged: dict[str, str]) -> None:
+        if self._stream is not None:
+            self._stream.leave_out(damaged)
+
     def _source(self, loader: BatchLoader) -> StepSource:
         config = self.config
         return StepSource(
@@ -241,6 +257,7 @@ class Trainer:
             damaged=self._damaged,
             max_damaged=config.max_damaged_samples,
             stop=lambda: bool(self._stop_signal),
+            agreed=lambda cursor, left: None if self._stream is None else self._stream.read_up_to(cursor, left),
         )
 
     def _train(self, data: StepData) -> None:
@@ -298,12 +315,16 @@ class Trainer:
             self._validate(self._validator)
         if self._step % config.log_every == 0 or last:
             self._log_window()  # after the validation: the line shows its tau
-        if self._step % config.checkpoint_every == 0 or last or stop:
-            self.save()
         if stop:
-            if self.world.is_first:
-                console.log(f"train: stopped by a signal; step {self._step:,} of {config.num_steps:,} is saved")
-            raise KeyboardInterrupt
+            self._save_stopped()
+        if self._step % config.checkpoint_every == 0 or last:
+            self.save()
+
+    def _save_stopped(self) -> None:
+        self.save()
+        if self.world.is_first:
+            console.log(f"train: stopped by a signal; step {self._step:,} of {self.config.num_steps:,} is saved")
+        raise KeyboardInterrupt
 
     def _log_window(self) -> None:
         self._flush()
@@ -341,6 +362,7 @@ class Trainer:
         for sample_id, reason in damaged.items():
             if sample_id not in self._damaged:
                 self._damaged[sample_id] = reason
+                self._leave_out({sample_id: reason})
                 check_damage(self._damaged, self.config.max_damaged_samples)
                 if self.world.is_first:
                     console.log(f"train: left out {named(sample_id, reason)}")
@@ -359,21 +381,6 @@ def teacher_of(drafter: Drafter, weights: FlatWeights, head_VD: torch.Tensor) ->
     if head.sink is None and torch.equal(own_WE, rows_WD.to(own_WE.device)):
         return head.value
     return rows_WD.to(head.value.device, head.value.dtype)
-
-
-@contextlib.contextmanager
-def _threads() -> Iterator[None]:
-    """All cores this process may use, unless OMP_NUM_THREADS says otherwise.
-
-    The number enters the run record, because the order of sums depends on it.
-    """
-    before = torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

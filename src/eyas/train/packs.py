@@ -132,6 +132,7 @@ class StepSource:
         damaged: Samples found damaged so far, with the reason; grows with those that steps were made of.
         max_damaged: More of them are an error.
         stop: Whether this rank was told to stop.
+        agreed: Told where the data goes on and how many steps are left, once all ranks have read a step.
     """
 
     def __init__(
@@ -146,10 +147,12 @@ class StepSource:
         damaged: Mapping[str, str],
         max_damaged: int,
         stop: Callable[[], bool],
+        agreed: Callable[[Cursor, int], None] = lambda _cursor, _left: None,
     ) -> None:
         self._loader, self._packer, self._placer, self._world = loader, packer, placer, world
         self._step, self._num_steps = steps
         self._ttt_steps, self._max_damaged, self._stop = ttt_steps, max_damaged, stop
+        self._agreed = agreed
         self._damaged = dict(damaged)
         self._news: dict[str, str] = {}
         self._barren_since: Cursor | None = None
@@ -191,6 +194,7 @@ class StepSource:
         told = self._agree(packs, S, num_tokens, found, failed)
         self._count_damage(told)
         num_trained_S = tuple(map(sum, zip(*(one.num_trained_S for one in told), strict=True)))
+        self._agreed(after, self._num_steps - self._step - any(num_trained_S))
         if not any(num_trained_S):
             self._check_barren(after)
             return None

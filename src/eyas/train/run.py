@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from eyas import console
 from eyas.batches.loader import Reader
+from eyas.batches.stream import StreamReader
 from eyas.canonical import digest
 from eyas.config.schema import DrafterConfig, TrainConfig
 from eyas.contracts import CheckpointMeta, DrafterShape, ShardManifest, TargetIdentity
@@ -24,11 +28,13 @@ from eyas.train.distributed import World, same_on_all
 from eyas.train.finished import BestStep, Finished, FinishedRun
 from eyas.train.loop import Outcome, Trainer
 from eyas.train.packs import check_damage
+from eyas.train.streaming import stream_facts
 from eyas.train.warm_start import read_warm_start
 
 LOCK_NAME = "train.lock"
-NOT_DECIDING = ("checkpoint_every", "max_damaged_samples", "warm_start")
-"""Keys of ``train`` that cannot change the result: a warm start counts by its content, not by its place."""
+NOT_DECIDING = ("source", "checkpoint_every", "max_damaged_samples", "warm_start")
+"""Keys of ``train`` that cannot change the result: a warm start counts by its content, not by its place, a stream by
+the part of it that is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,8 @@ class Inputs:
     reader: Reader
     drafter_config: DrafterConfig
     config: TrainConfig
+    stream: Callable[[World], AbstractContextManager[StreamReader]] | None = None
+    """Opens what is read instead of ``reader``, when states are captured while training goes on."""
 
     def run_key(self) -> str:
         """Digest of all that decides the trained bytes."""
@@ -125,6 +133,8 @@ def train(
                 seconds=0.0,
                 is_republished=True,
             )
+        if inputs.stream is not None:
+            inputs = dataclasses.replace(inputs, reader=held.enter_context(inputs.stream(world)))
         with same_on_all():
             drafter = new_drafter(inputs, ends, vocab)
         trainer = Trainer(inputs.config, drafter, ends.head_VD, inputs.reader, run, metrics_folder, world)
@@ -132,6 +142,9 @@ def train(
         trainer.settle_on_published()
         meta = world.on_first(lambda: publish_drafter(output, drafter, _meta(inputs, drafter.shape, outcome)))
         world.on_first(lambda: _keep(run, finished, outcome, output, metrics_folder))
+        if isinstance(inputs.reader, StreamReader):
+            inputs.reader.give_back()
+            outcome.stream = stream_facts(inputs.reader)
     return meta, outcome
 
 

@@ -66,6 +66,38 @@ def start(folder, size=1, make_reader=None, environment=None, **changes):
     return started
 
 
+def _streaming_rank(root, environment, source):
+    import stream_world
+
+    os.environ.update(environment)
+    os.chdir(root)
+    rank = environment["RANK"]
+    place = root / f"two_{source}"
+    if source == "stream":
+        inputs = stream_world.stream_inputs(root)
+    else:
+        inputs = stream_world.inputs_of(root, stream_world.stored_part(root, "store"))
+    try:
+        with open_world("cpu", inputs.config.packs_per_step) as both:
+            world.train(inputs, place / "runs", place / "drafter", place / "metrics", both)
+    except EyasError as error:
+        (root / f"error-{rank}").write_text(str(error))
+        raise SystemExit(2) from None
+
+
+def start_streaming(root, source, **environment):
+    """Two processes of one training from a stream or from the stored states beside it."""
+    _start_server()
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environment}
+    started = []
+    for rank in range(2):
+        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        own["PYTHONPATH"] = os.environ["PYTHONPATH"]
+        started.append(CONTEXT.Process(target=_streaming_rank, args=(root, own, source)))
+        started[-1].start()
+    return started
+
+
 def finish(processes, timeout_s=60):
     """Exit codes; a process that does not end is a failure, not a hanging suite."""
     deadline = time.monotonic() + timeout_s

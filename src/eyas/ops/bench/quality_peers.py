@@ -233,7 +233,8 @@ def _batches(setup: Setup, states: Path, seeds: Sequence[int]) -> tuple[dict[str
     batches, max_tokens = {}, 0
     for seed in seeds:
         samples, _ = split_samples(setup.reader.samples, ours.validation_share, seed)
-        plan = order_of(setup.reader, samples, ours.batch_tokens, seed).plan(Cursor(), ours.packs_per_step)
+        order = order_of(setup.reader, samples, ours.batch_tokens, seed, ours.shuffle_shards)
+        plan = order.plan(Cursor(), ours.packs_per_step)
         steps: list[list[str]] = [[]]
         while len(steps) <= ours.num_steps * PLANNED_STEPS:
             planned = next(plan)
