@@ -69,6 +69,8 @@ def start(folder, size=1, make_reader=None, environment=None, **changes):
 def _streaming_rank(root, environment, source):
     import stream_world
 
+    stream_world.calibrate_little()
+
     os.environ.update(environment)
     os.chdir(root)
     rank = environment["RANK"]

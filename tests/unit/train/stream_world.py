@@ -32,7 +32,16 @@ from eyas.train.streaming import open_stream
 ROOT = Path(__file__).parents[3]
 TRAIN = {"num_steps": 16, "checkpoint_every": 2, "packs_per_step": 2, "shuffle_shards": 3, "batch_tokens": 120}
 WORKER = ["-m", "eyas.engines.streamed"]
-part.CALIBRATION_ROWS = data.CALIBRATION_ROWS = 60  # or the whole tiny set would be calibrated on, and pinned
+CALIBRATION_ROWS = 60
+"""Or the whole tiny set would be calibrated on, and pinned."""
+CALIBRATED = (part, data)
+"""Modules with a ``CALIBRATION_ROWS`` of their own."""
+
+
+def calibrate_little():
+    """For this whole process: one of a test's own."""
+    for module in CALIBRATED:
+        module.CALIBRATION_ROWS = CALIBRATION_ROWS
 
 
 def make_tokens(folder, num_samples=90):
@@ -140,6 +149,7 @@ def weights(folder):
 
 
 if __name__ == "__main__":
+    calibrate_little()
     place = Path(sys.argv[1])
     chosen = {key: json.loads(value) for key, _, value in (one.partition("=") for one in sys.argv[2:])}
 

@@ -51,8 +51,17 @@ def allocated_bytes(folder):
     return total
 
 
+@pytest.fixture(scope="module", autouse=True)
+def little_calibration():
+    """For this file alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in world.CALIBRATED:
+            patch.setattr(module, "CALIBRATION_ROWS", world.CALIBRATION_ROWS)
+        yield
+
+
 @pytest.fixture(scope="module")
-def project(tmp_path_factory):
+def project(tmp_path_factory, little_calibration):
     """A project with its stored part, and the drafter that a training from stored states gives."""
     root = tmp_path_factory.mktemp("project")
     world.make_project(root)
