@@ -314,7 +314,7 @@ def test_shapes_that_cannot_be_are_config_errors(tmp_path, facts, options, messa
         new_drafter(inputs, target_ends(inputs), DraftVocab.read(inputs.vocab_folder))
 
 
-# ── schedules ─────────────────────────────────────────────────────────────────────────────────
+# ── revision ──────────────────────────────────────────────────────────────────────────────────
 
 
 def test_trained_numbers_are_those_of_their_revision(unbroken):
