@@ -190,7 +190,7 @@ bench-train-gpus: $(READY) ## The trainer on one GPU and on two of this host: sp
 	@python -m eyas.ops.bench.train_gpus $(ARGS)
 bench-capture: $(READY) ## What capturing costs SGLang on this GPU (ARGS='--device cpu': a tiny model); reports/bench/capture.json
 	python -m eyas.ops.bench.capture --work .eyas/bench/capture $(ARGS)
-bench-scale: $(READY) ## Extraction on a Ray cluster of this machine (pip install 'eyas[ray]'): hashes, 50 runs with kills, overhead; reports/bench/scale.json
+bench-scale: $(READY) ## Extraction on a Ray cluster of this machine (pip install -e '.[ray]'): hashes, 50 runs with kills, overhead; reports/bench/scale.json
 	python -m eyas.ops.bench.scale --work .eyas/bench/scale $(ARGS)
 bench-ranks: $(READY) ## Capture on one GPU and on two, states and speed (ARGS='--device cpu': two cores); reports/bench/ranks.json
 	python -m eyas.ops.bench.ranks --work .eyas/bench/capture $(ARGS)

@@ -119,7 +119,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         "name",
         choices=("store", "crash", "corruption", "faults", "gc", "train", "train-quality"),
         help="bytes and speeds (3 minutes), 200 kills (2 to 4), damage and who finds it (2); the states are only read. "
-        "faults: a real SGLang made to fail in nine ways (5). gc: promised and measured bytes, a plan over 80,000 objects (1). train: speed, memory and loss beside other "
+        "faults: a real SGLang made to fail in ten ways (10). gc: promised and measured bytes, a plan over 80,000 objects (1). train: speed, memory and loss beside other "
         "trainers (15), each with an environment below .eyas/bench/peers that the first run makes; the path of a python "
         "in EYAS_PEER_SPECULATORS or EYAS_PEER_SPECFORGE is taken instead. train-quality: tau beside them (hours on a CPU)",
     )

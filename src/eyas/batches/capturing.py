@@ -96,15 +96,13 @@ class CapturingProcess:
         Raises:
             ServerError: It is.
         """
-        limit_s = (
-            config.knob("EYAS_WATCHDOG_S", SILENT_S) if self.is_ready else config.knob("EYAS_SGLANG_START_S", START_S)
-        )
+        name, default_s = ("EYAS_WATCHDOG_S", SILENT_S) if self.is_ready else ("EYAS_SGLANG_START_S", START_S)
         silent_s = time.monotonic() - self._heard_s
         if not has_work:
             self._heard_s = time.monotonic()
-        elif silent_s > limit_s:
+        elif silent_s > config.knob(name, default_s):
             doing = "works" if self.is_ready else "starts"
-            raise ServerError(f"the capturing process {doing} and says nothing for {silent_s:.0f} s (EYAS_WATCHDOG_S)")
+            raise ServerError(f"the capturing process {doing} and says nothing for {silent_s:.0f} s ({name})")
 
     def end(self) -> None:
         """Let it close what it has; kill it when it does not."""

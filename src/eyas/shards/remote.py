@@ -68,7 +68,7 @@ class RemoteStore:
                 self._odb: Any = repo.cloud.get_remote_odb(name or None, hash_name="md5")
                 self._fs: Any = self._odb.fs.fs
         except (DvcException, ImportError, OSError, ValueError) as error:
-            hint = "`dvc remote list`; for s3:// install eyas with its extra: pip install 'eyas[s3]'"
+            hint = "`dvc remote list`; for s3:// install eyas with its extra: pip install -e '.[s3]'"
             raise StoreError(f"remote {self.name}: {self._secrets.out_of(error)}", hint) from None
 
     def size(self, md5: str) -> int | None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 ADDRESS_VARIABLES = ("EYAS_RAY_ADDRESS", "RAY_ADDRESS")
-INSTALL = "pip install 'eyas[ray]', in the environment of every node"
+INSTALL = "pip install -e '.[ray]', in the environment of every node"
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"}
 """Of a Ray that is started here: nothing is reported to its makers; as without Ray no worker is ended because the machine's
 memory runs low, and none stands behind other programs (Ray's own niceness is 15)."""
