@@ -44,6 +44,10 @@ class StoreError(EyasError):
     """A shard, a manifest or the spool is damaged, foreign or incomplete."""
 
 
+class RemoteError(EyasError):
+    """A remote does not answer, lacks an object or holds other bytes under its name: no damage of the samples that were asked for."""
+
+
 class CaptureError(EyasError):
     """An engine gave states that are short, shifted, not finite, or another sample's."""
 

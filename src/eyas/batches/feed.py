@@ -151,6 +151,11 @@ class Feed:
             self.error = error
             self._tell(error.message, error.hint or "")
         finally:
+            if self.error is None and not self._is_stopped:  # an error that is no user's: its traceback follows
+                self.error = ServerError(
+                    "what feeds the training ended by an error of eyas' own", "report it, with the lines above"
+                )
+                self._tell(self.error.message, self.error.hint or "")
             if self._process is not None:
                 self._process.end()
             for epoch in sorted(self._accounts):

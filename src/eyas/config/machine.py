@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ SETTINGS = (
 )  # fmt: skip
 """Beginnings of variables by which engines, collectives and kernels behave otherwise."""
 SECRETS = ("KEY", "PASSWORD", "SECRET", "TOKEN")
+USER_INFO = re.compile(r"://[^/@\s]*@")
+"""Name and password in an address."""
 
 
 def settings() -> dict[str, str]:
     """Environment variables that decide how engines run, without what is secret; for records of runs."""
     return {
-        name: value
+        name: USER_INFO.sub("://", value)
         for name, value in sorted(os.environ.items())
         if name.startswith(SETTINGS) and not any(word in name.upper() for word in SECRETS)
     }

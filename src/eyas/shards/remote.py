@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from eyas.errors import StoreError
+from eyas.errors import RemoteError, StoreError
 
 Answer = TypeVar("Answer")
 PIECE_BYTES = 16 << 20
@@ -75,7 +75,7 @@ class RemoteStore:
         """Bytes of an object; None when the remote lacks it.
 
         Raises:
-            StoreError: It does not answer.
+            RemoteError: It does not answer.
         """
         try:
             return int(self._again(md5, lambda: self._fs.info(self._path(md5), refresh=True)["size"]))
@@ -86,7 +86,7 @@ class RemoteStore:
         """Bytes of an object.
 
         Raises:
-            StoreError: The remote lacks it, does not answer, or gives fewer.
+            RemoteError: The remote lacks it, does not answer, or gives fewer.
         """
         try:
             data = self._again(
@@ -94,14 +94,14 @@ class RemoteStore:
             )
         except FileNotFoundError:
             hint = f"push it from where it lies: `dvc push -r {self.name}`"
-            raise StoreError(f"remote {self.name} has no object {md5}", hint) from None
+            raise RemoteError(f"remote {self.name} has no object {md5}", hint) from None
         return data
 
     def pieces(self, md5: str, size_bytes: int) -> Iterator[bytes]:
         """A whole object in order.
 
         Raises:
-            StoreError: As ``read``.
+            RemoteError: As ``read``.
         """
         for begin in range(0, size_bytes, PIECE_BYTES):
             yield self.read(md5, begin, min(begin + PIECE_BYTES, size_bytes))
@@ -120,7 +120,7 @@ class RemoteStore:
 
         Raises:
             FileNotFoundError: The remote says that it lacks the object.
-            StoreError: It refuses, or there is no answer.
+            RemoteError: It refuses, or there is no answer.
         """
         for attempt in range(ATTEMPTS):
             try:
@@ -135,9 +135,9 @@ class RemoteStore:
                 time.sleep(FIRST_WAIT_S * 2**attempt)
         raise AssertionError("unreachable")
 
-    def _failed(self, md5: str, error: BaseException, hint: str) -> StoreError:
+    def _failed(self, md5: str, error: BaseException, hint: str) -> RemoteError:
         said = self._secrets.out_of(error)
-        return StoreError(f"remote {self.name}: object {md5}: {type(error).__name__}: {said}", hint)
+        return RemoteError(f"remote {self.name}: object {md5}: {type(error).__name__}: {said}", hint)
 
 
 @functools.cache

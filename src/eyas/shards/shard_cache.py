@@ -20,7 +20,7 @@ from pathlib import Path
 
 from eyas import config, fs
 from eyas.contracts import ShardEntry, ShardManifest
-from eyas.errors import ConfigError, EyasError, StoreError
+from eyas.errors import ConfigError, EyasError, RemoteError, StoreError
 from eyas.shards.opening import open_shard
 from eyas.shards.remote import RemoteStore
 
@@ -66,7 +66,7 @@ class ShardCache:
         """An open file of a shard, fetched if it is not there; it stays readable when the name goes.
 
         Raises:
-            StoreError: The remote lacks it, does not answer, or has other bytes under its name.
+            RemoteError: The remote lacks it, does not answer, or has other bytes under its name.
             DiskError: The volume is full.
         """
         path = self._folder / entry.md5
@@ -123,7 +123,7 @@ class ShardCache:
                         return
             finally:
                 part.unlink(missing_ok=True)
-        raise StoreError(
+        raise RemoteError(
             f"{entry.path}: remote {self._remote.name} holds bytes of md5 {found} under {entry.md5}",
             "the remote is damaged: `eyas verify --remote` names what is; push it again from where it is whole",
         )

@@ -16,7 +16,9 @@ from eyas.config import Params
 from eyas.config.images import check_image
 from eyas.config.schema import TrainConfig
 from eyas.contracts import CheckpointMeta, ShardManifest, TargetIdentity
+from eyas.errors import TrainError
 from eyas.evaluate.report import held_out
+from eyas.plan.identity import STORED
 from eyas.shards.reader import ShardReader
 from eyas.shards.shard_cache import shard_cache
 from eyas.stages import common
@@ -47,6 +49,7 @@ def _main(argv: Sequence[str]) -> None:
         manifest = fs.read_record(ShardManifest, manifest_path)
         reader = ShardReader(states, manifest, shard_cache(Path.cwd(), manifest))
         held_out(reader.samples)  # a drafter that nothing could judge is refused before it is trained
+        _check_stored(manifest, params.train.source)
     with open_world(params.train.device, params.train.packs_per_step) as world:
         world.on_first(lambda: ensure(identity, params.target) and None)
         inputs = Inputs(
@@ -68,6 +71,20 @@ def _main(argv: Sequence[str]) -> None:
             run.facts = _facts(outcome, world.size, params.train)
             run.nothing_worked_on = outcome.is_republished
     _show(meta, outcome, metrics, output, params.train)
+
+
+def _check_stored(manifest: ShardManifest, source: str) -> None:
+    """Refuse to train on the few samples that a streamed run keeps for its evaluation, or to stream beside a whole set.
+
+    Raises:
+        TrainError: What is stored is not what this source has.
+    """
+    expected, found = STORED[source], manifest.capture.stored
+    if found != expected:
+        raise TrainError(
+            f"train.source is {source}, whose states are stored: {expected}; these are of stored: {found}",
+            "`make plan` and `make extract` with these parameters, or set train.source to what was captured",
+        )
 
 
 def _stream(

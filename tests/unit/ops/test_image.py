@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 from pathlib import Path
@@ -166,6 +167,16 @@ def test_a_container_has_the_callers_user_and_one_mount_at_its_own_path(calls):
     (command,) = calls
     assert command[-3:] == ["image", "make", "extract"]
     assert {"--rm", "--ipc=host", "--user=1000:1001", "--workdir=/r", "--volume=/r:/r", "--gpus=all"} <= set(command)
+
+
+def test_a_variable_of_this_process_is_passed_by_its_name(calls, monkeypatch):
+    """What stands among arguments is read by everybody on a machine."""
+    monkeypatch.setenv("HF_TOKEN", "s3cret")
+    Builder("podman").run(
+        "image", ["make"], dataclasses.replace(OPTIONS, environment={"HF_TOKEN": "s3cret", "HOME": "/r/h"})
+    )
+    assert {"--env=HF_TOKEN", "--env=HOME=/r/h"} <= set(calls[0])
+    assert "s3cret" not in " ".join(calls[0])
 
 
 def test_a_box_of_buildah_is_removed(calls):

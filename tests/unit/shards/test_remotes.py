@@ -26,7 +26,7 @@ from eyas import fs
 from eyas.batches.loader import BatchLoader, order_of
 from eyas.batches.order import Cursor
 from eyas.contracts import ShardManifest
-from eyas.errors import ConfigError, StoreError
+from eyas.errors import ConfigError, RemoteError
 from eyas.ops.gc.remote import pushed_objects
 from eyas.ops.remote import push, verify_remote
 from eyas.shards.reader import ShardReader
@@ -281,10 +281,10 @@ def test_a_damaged_remote_is_an_error_that_names_the_shard(pushed, server):
     server.damage(key_of(entry.md5))
     shutil.rmtree(pushed.root / STATES)
     reader = pushed.reader(pushed.cache(2))
-    with pytest.raises(StoreError, match=rf"{entry.path}: remote .* holds bytes of md5"):
+    with pytest.raises(RemoteError, match=rf"{entry.path}: remote .* holds bytes of md5"):
         reader.read(name)
     server.client.delete_object(Bucket=BUCKET, Key=key_of(entry.md5))
-    with pytest.raises(StoreError, match=f"has no object {entry.md5}"):
+    with pytest.raises(RemoteError, match=f"has no object {entry.md5}"):
         reader.read(name)
 
 

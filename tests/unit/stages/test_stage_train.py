@@ -9,7 +9,7 @@ import pytest
 
 from eyas import config, console
 from eyas.contracts import StoredSample
-from eyas.errors import EvaluateError, EyasError
+from eyas.errors import EvaluateError, EyasError, TrainError
 from eyas.stages import train as stage
 from eyas.train import distributed
 
@@ -55,8 +55,31 @@ def test_one_sample_is_refused_before_it_is_trained_on(monkeypatch: pytest.Monke
         sample_id="a", num_tokens=9, conversation_id="c", source="chats", split="train", variant="greedy"
     )
     monkeypatch.setattr(stage.fs, "read_record", lambda kind, path: SimpleNamespace())
-    monkeypatch.setattr(stage, "ShardReader", lambda folder, manifest: SimpleNamespace(samples=[only]))
+    monkeypatch.setattr(stage, "ShardReader", lambda folder, manifest, cache: SimpleNamespace(samples=[only]))
+    monkeypatch.setattr(stage, "shard_cache", lambda root, manifest: None)
     monkeypatch.setattr(stage, "train", lambda *_: pytest.fail("a training began"))
     with pytest.raises(EvaluateError, match=r"0 held-out documents.*\(chats; 1 conversations to train on\)") as caught:
         stage.main(PATHS)
     assert "two that begin differently" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(("source", "stored"), [("store", "judging"), ("stream", "all")])
+def test_states_that_another_source_stored_are_refused(
+    source: str, stored: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A streamed run stores the few samples that judge: a training on them alone would look like any other."""
+    monkeypatch.chdir(tmp_path)
+    good = (Path(__file__).parents[3] / config.PARAMS_PATH).read_text()
+    config.PARAMS_PATH.write_text(good.replace("source: store", f"source: {source}"))
+    names = [("a", "train"), ("b", "held_out")]
+    samples = [
+        StoredSample(sample_id=n, num_tokens=9, conversation_id=n, source="chats", split=split, variant="greedy")
+        for n, split in names
+    ]
+    manifest = SimpleNamespace(capture=SimpleNamespace(stored=stored))
+    monkeypatch.setattr(stage.fs, "read_record", lambda kind, path: manifest)
+    monkeypatch.setattr(stage, "ShardReader", lambda folder, manifest, cache: SimpleNamespace(samples=samples))
+    monkeypatch.setattr(stage, "shard_cache", lambda root, manifest: None)
+    monkeypatch.setattr(stage, "train", lambda *_: pytest.fail("a training began"))
+    with pytest.raises(TrainError, match=f"train.source is {source}.*these are of stored: {stored}"):
+        stage.main(PATHS)

@@ -133,6 +133,20 @@ def test_the_smallest_ring_gives_the_drafter_of_the_store(place, monkeypatch):
     assert not (root / ".eyas/ring").exists() or not any((root / ".eyas/ring").iterdir())
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_of_eyas_own_in_the_feed_ends_the_training(place, monkeypatch):
+    """Or every process would wait for ever for states that nobody captures."""
+    root, _ = place
+    monkeypatch.setenv("EYAS_RING_BYTES", str(least(root)))
+
+    def broken(*_):
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(Ring, "publish", broken)
+    with pytest.raises(ServerError, match="ended by an error of eyas' own"):
+        world.run_stream(root)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "last_rows", "changes"),

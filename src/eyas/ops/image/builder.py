@@ -213,8 +213,15 @@ class Builder:
         if options.gpus:
             words += ["--device=nvidia.com/gpu=all"] if self.tool == "podman" else ["--gpus=all"]
         words += [f"--volume={path}:{path}" for path in options.mounts]
-        words += [f"--env={key}={value}" for key, value in options.environment.items()]
+        words += _environment_words(options.environment)
         return [*words, name, *command]
+
+
+def _environment_words(environment: Mapping[str, str]) -> list[str]:
+    """What is in this process' environment too goes by its name alone: among arguments everybody on the machine sees it."""
+    return [
+        f"--env={key}" if os.environ.get(key) == value else f"--env={key}={value}" for key, value in environment.items()
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
