@@ -21,7 +21,7 @@ from pathlib import Path
 from eyas import console, fs
 from eyas.errors import StoreError
 from eyas.ops.published import MANIFEST, OUTS, Published, read_published
-from eyas.shards.handover import StoredFile
+from eyas.shards.handover import HOME, LOCK_NAME, StoredFile
 from eyas.shards.remote import RemoteStore, Secrets
 
 ATTEMPTS = 5
@@ -59,8 +59,10 @@ def pull(root: Path, name: str = "") -> Transferred:
 
     Raises:
         StoreError: There is no such remote, or DVC failed several times.
+        EyasError: An extraction, a gc or another of these holds the volume.
     """
-    num_attempts = _dvc(root, "pull", name, OUTS)
+    with fs.volume_lock(root / HOME / LOCK_NAME, "pull"):  # no extraction publishes, no gc deletes meanwhile
+        num_attempts = _dvc(root, "pull", name, OUTS)
     published = _published(root)
     with ThreadPoolExecutor(THREADS, "pulled") as pool:
         found = list(pool.map(lambda file: _local_problem(root / OUTS[0] / file.path, file), published.files))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -71,10 +72,10 @@ def test_states_that_another_source_stored_are_refused(
     monkeypatch.chdir(tmp_path)
     good = (Path(__file__).parents[3] / config.PARAMS_PATH).read_text()
     config.PARAMS_PATH.write_text(good.replace("source: store", f"source: {source}"))
-    names = [("a", "train"), ("b", "held_out")]
+    facts: dict[str, Any] = {"num_tokens": 9, "source": "chats", "variant": "greedy"}
     samples = [
-        StoredSample(sample_id=n, num_tokens=9, conversation_id=n, source="chats", split=split, variant="greedy")
-        for n, split in names
+        StoredSample(sample_id="a", conversation_id="a", split="train", **facts),
+        StoredSample(sample_id="b", conversation_id="b", split="held_out", **facts),
     ]
     manifest = SimpleNamespace(capture=SimpleNamespace(stored=stored))
     monkeypatch.setattr(stage.fs, "read_record", lambda kind, path: manifest)
