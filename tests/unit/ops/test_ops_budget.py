@@ -263,7 +263,7 @@ def test_an_error_ends_the_command_with_code_2_and_a_hint(world):
 
 @pytest.mark.parametrize(
     ("change", "field"),
-    [({"codec": "int8"}, "codec blosc2, now int8"), ({"revision": 9}, "revision 2, now 9"), ({}, "tokens ffff")],
+    [({"codec": "int8"}, "codec blosc2, now int8"), ({"revision": 9}, "revision 3, now 9"), ({}, "tokens ffff")],
 )
 def test_a_plan_of_other_parameters_or_tokens_is_named(world, change, field):
     """Case 35: the identities are compared, and what differs is shown."""
