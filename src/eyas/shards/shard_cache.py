@@ -118,7 +118,8 @@ class ShardCache:
                     self._take_room(part, entry.size_bytes)
                     found = self._download(entry, part)
                     if found == entry.md5:
-                        os.replace(part, path)
+                        with self._locked():  # who counts the files meanwhile would see neither name
+                            os.replace(part, path)
                         self.num_fetched_bytes += entry.size_bytes
                         return
             finally:
