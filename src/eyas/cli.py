@@ -48,6 +48,23 @@ def _parser() -> argparse.ArgumentParser:
     _add(
         commands, "settle", run.settle, "remove what an extraction kept beside its published states, once DVC has them"
     )
+    _add_states(commands)
+    _add_gc(commands)
+    _add_looks(commands)
+    _add_exchange(commands)
+    _add_drafters(commands)
+    _add_generations(commands)
+    _add_bench(commands)
+    parity = _add(commands, "parity", run.parity, "engines beside transformers in float32; writes reports/parity.json")
+    parity.add_argument("--engines", default="hf,sglang", help="of hf, sglang, vllm, with commas (%(default)s)")
+    parity.add_argument("--samples", type=int, default=64, help="prompts of 10 to 1,500 tokens (%(default)s)")
+    _add_serve(commands)
+    _add_simulate(commands)
+    _add_rehearsals(commands)
+    return parser
+
+
+def _add_states(commands: argparse._SubParsersAction) -> None:
     verify = _add(commands, "verify", run.verify, "read every artifact again; states also against tokens and target")
     verify.add_argument("--share", type=float, default=1.0, help="read this share of the shards (default: all)")
     verify.add_argument("--max-mb-per-s", type=float, default=0.0, help="read no faster (default: no limit)")
@@ -64,20 +81,16 @@ def _parser() -> argparse.ArgumentParser:
         )
         moved.add_argument("--remote", default="", metavar="NAME", help="of the remote (default: DVC's default one)")
     _add(commands, "repair", run.repair, "restore damaged shards from DVC's cache, or capture their samples again")
+
+
+def _add_gc(commands: argparse._SubParsersAction) -> None:
     plan = _add(commands, "gc-plan", run.gc_plan, "what nobody needs any more, and what deleting it would free")
     plan.add_argument("--projects", help="other projects that share DVC's cache: '/path /path', or none")
     gc = _add(commands, "gc", run.gc, "delete what a plan of gc-plan lists, and go on with a gc that was interrupted")
     gc.add_argument("--confirm", default="", metavar="ID", help="the plan's id")
-    _add_looks(commands)
-    _add_exchange(commands)
-    _add_drafters(commands)
-    _add_generations(commands)
-    _add_bench(commands)
-    parity = _add(commands, "parity", run.parity, "engines beside transformers in float32; writes reports/parity.json")
-    parity.add_argument("--engines", default="hf,sglang", help="of hf, sglang, vllm, with commas (%(default)s)")
-    parity.add_argument("--samples", type=int, default=64, help="prompts of 10 to 1,500 tokens (%(default)s)")
-    _add_serve(commands)
-    _add_simulate(commands)
+
+
+def _add_rehearsals(commands: argparse._SubParsersAction) -> None:
     smoke = _add(commands, "smoke", run.smoke, "run the whole pipeline at small size in a scratch copy")
     smoke.add_argument("--folder", type=Path, default=Path(".eyas/smoke"), help="the copy (default: %(default)s)")
     reproduce = _add(commands, "reproduce", run.reproduce, "run small twice from nothing and compare every hash")
@@ -89,7 +102,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     pivot.add_argument("--from", dest="first", default="fake", help="engine whose states are in the way (%(default)s)")
     pivot.add_argument("--to", dest="second", default="hf", help="engine that is wanted (%(default)s)")
-    return parser
 
 
 def _add_looks(commands: argparse._SubParsersAction) -> None:

@@ -36,6 +36,10 @@ WINDOWS = 2
 """Of which a ring of the usual size holds so many: one is read while the next is captured."""
 
 
+RING_BYTES = "EYAS_RING_BYTES"
+"""Most that the ring of a streamed training takes on the disk."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingNeed:
     """Bytes of a ring."""

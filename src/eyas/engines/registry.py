@@ -11,6 +11,8 @@ from eyas.engines.base import Engine
 from eyas.errors import ConfigError
 
 NAMES = ("hf", "sglang", "vllm", "fake")
+SERVER_ENGINES = ("sglang", "vllm")
+"""Those whose states are looked at on every start; transformers is the reference itself."""
 
 
 def make_engine(

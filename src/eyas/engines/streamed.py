@@ -47,7 +47,7 @@ from eyas.engines.batch import capture_batch
 from eyas.engines.calibrate import calibrate, stored_calibration
 from eyas.engines.check_start import check_start, probe_samples
 from eyas.engines.checked import Checks
-from eyas.engines.registry import make_engine
+from eyas.engines.registry import SERVER_ENGINES, make_engine
 from eyas.errors import DiskError, EyasError, StoreError
 from eyas.plan.build import streamed_plan
 from eyas.shards.codecs import make_codec
@@ -57,7 +57,6 @@ from eyas.target.locate import ensure
 from eyas.tokens.dataset import read_lengths
 from eyas.tokens.part import TokenLookup
 
-SERVER_ENGINES = ("sglang", "vllm")
 Message = dict[str, Any]
 MAX_WAITING = 64
 """Shards that may wait to be written; the training asks for a few at a time, and for damaged ones between."""

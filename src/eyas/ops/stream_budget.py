@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eyas import console, fs
-from eyas.batches.streamed_set import RingNeed, streamed_set
+from eyas import config, console, fs
+from eyas.batches.streamed_set import RING_BYTES, RingNeed, streamed_set
 from eyas.config import Params
 from eyas.contracts import CaptureIdentity, TargetIdentity
 from eyas.plan.budget import Budget, Need
 
 THROUGHPUT = Path("reports/throughput.json")
-RING_BYTES = "EYAS_RING_BYTES"
 FLOOR_FLOPS = 0.4 * 989e12
 """Operations per second at 40 % of an H200's dense bfloat16 peak, by its data sheet."""
 WEIGHT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -89,8 +88,7 @@ def stream_account(
     ratio = found.ratio.value * found.need.rows_payload_bytes / found.need.payload_bytes
     streamed = streamed_set(root / "data/tokens", capture, target.hidden_size, params.train, ratio)
     need, whole = streamed.need, Need.of(streamed.plan)
-    said = os.environ.get(RING_BYTES, "")
-    size = int(said) if said.isdecimal() else need.usual_bytes
+    size = config.knob(RING_BYTES, need.usual_bytes)
     num_weights = sum(
         file.size_bytes for file in target.files if file.path.endswith((".safetensors", ".gguf"))
     ) / WEIGHT_BYTES.get(target.dtype, 2)

@@ -12,7 +12,7 @@ from eyas.config.images import check_image
 from eyas.contracts import CapturePlan, TargetIdentity, TokenSample
 from eyas.engines.base import Engine
 from eyas.engines.loop import Executor, ExtractLimits, Probe, extract
-from eyas.engines.registry import make_engine
+from eyas.engines.registry import SERVER_ENGINES, make_engine
 from eyas.engines.summary import extract_table
 from eyas.errors import PlanError
 from eyas.plan.budget import Budget, Need, Reclaim, default_ratio
@@ -30,7 +30,6 @@ from eyas.tokens.part import planned_part
 from eyas.tokens.table import TokenTable
 
 REPLAN = "make the plan again: `dvc repro plan`"
-SERVER_ENGINES = ("sglang", "vllm")
 PATHS = ("TARGET_JSON", "TOKENS", "PLAN_JSON", "HIDDEN_STATES", "MANIFEST_JSON")
 
 

@@ -21,16 +21,15 @@ from eyas import config, fs
 from eyas.canonical import canonical_json
 from eyas.contracts import (
     CapturePlan,
-    EngineFacts,
     FinalNorm,
     PlannedShard,
     ShardEntry,
-    ShardManifest,
     StoredSample,
     TargetIdentity,
     TokenSample,
 )
 from eyas.ops.bench.gc import MANIFEST, STATES, ScriptedProject
+from eyas.ops.bench.replay import manifest_of
 from eyas.shards.format import ShardContent, block_name, checksum, lay_out, pack_header, shard_facts
 from eyas.shards.handover import HOME
 from eyas.shards.spool import Spool, journal_line
@@ -154,19 +153,7 @@ def _write_shard(states: Path, plan: CapturePlan, shard: PlannedShard) -> ShardE
 
 def _publish(project: ScriptedProject, plan: CapturePlan, spool: Spool, entries: list[ShardEntry]) -> None:
     """Names in the workspace and in the cache for what lies in the spool, and the manifest."""
-    capture = plan.capture
-    manifest = ShardManifest(
-        identity=plan.identity,
-        capture=capture,
-        engine=EngineFacts(name=capture.engine, version=capture.engine_version, options={}, deterministic=True),
-        hidden_size=plan.hidden_size,
-        num_planned_samples=plan.num_samples,
-        num_planned_tokens=plan.num_tokens,
-        num_stored_samples=plan.num_samples,
-        num_stored_tokens=plan.num_tokens,
-        stored_bytes=sum(entry.size_bytes for entry in entries),
-        shards=tuple(entries),
-    )
+    manifest = manifest_of(plan, entries)
     for entry in entries:
         for name in (project.root / STATES / entry.path, project.cached(entry.md5)):
             name.parent.mkdir(parents=True, exist_ok=True)

@@ -78,15 +78,7 @@ def measure(
         f"bench: {len(shared['sample_ids'])} sequences of {shared['sequence_tokens']:,} tokens, "
         f"{shared['trained_share']:.0%} of the rows train"
     )
-    ways = {OURS: OUR_WAY}
-    pythons = {OURS: Path(sys.executable)}
-    for name in peers:
-        try:
-            pythons[name] = peer_python(name, environments)
-            ways[name] = _fastest_way(name, pythons[name], shared, scratch)
-        except PeerError as error:
-            console.log(f"bench: {name} is left out: {error.message}")
-            pythons.pop(name, None)
+    pythons, ways = _trainers(peers, environments, shared, scratch)
     with ExitStack() as stack:
         running = [
             stack.enter_context(started(name, pythons[name], shared | ways[name], scratch / "jobs")) for name in pythons
@@ -113,6 +105,21 @@ def measure(
         "shape": shared["shape"],
         "settings": SETTINGS,
     }
+
+
+def _trainers(
+    peers: Sequence[str], environments: Path, shared: dict[str, Any], scratch: Path
+) -> tuple[dict[str, Path], dict[str, dict[str, Any]]]:
+    """Interpreter and way to run of ours and of each peer that can run here."""
+    pythons, ways = {OURS: Path(sys.executable)}, {OURS: OUR_WAY}
+    for name in peers:
+        try:
+            pythons[name] = peer_python(name, environments)
+            ways[name] = _fastest_way(name, pythons[name], shared, scratch)
+        except PeerError as error:
+            console.log(f"bench: {name} is left out: {error.message}")
+            pythons.pop(name, None)
+    return pythons, ways
 
 
 def _flops_per_token(shared: dict[str, Any]) -> float:
