@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from eyas import config, fs
+from eyas.errors import ConfigError
 from eyas.ops import budget as room
 from eyas.ops.budget import examine
 from eyas.ops.budget_text import account_text, account_values
@@ -93,6 +94,14 @@ def test_a_second_epoch_costs_a_second_capture_unless_the_ring_keeps_the_set(
     monkeypatch.setenv("EYAS_RING_BYTES", str(10**9))
     found = account_values(examine(place))["stream"]
     assert (found["captures_by_epoch"], found["num_captures"]) == (False, 1.0)
+
+
+def test_a_size_that_is_none_is_refused_as_the_training_refuses_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EYAS_RING_BYTES", "2GB")
+    with pytest.raises(ConfigError, match="EYAS_RING_BYTES: '2GB'"):
+        examine(place)
 
 
 def test_without_rates_the_floor_is_told_and_nothing_is_made_up(place: Path) -> None:
