@@ -26,6 +26,13 @@ BASES = {"BASE_CPU": f"python@{DIGEST}", "BASE_CUDA": f"cuda@{DIGEST}"}
 OTHER = "sha256:" + "fedcba9876543210" * 4
 
 
+@pytest.fixture(autouse=True)
+def no_choice_from_outside(monkeypatch):
+    """Whoever builds with another base or tool sets them for everything that runs after, these tests among it."""
+    for name in (builders.VARIABLE, *BASES):
+        monkeypatch.delenv(name, raising=False)
+
+
 # ── pins ──────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import torch
 from shard_cases import make_capture, make_plan, make_tokens
@@ -110,19 +112,31 @@ def with_nan(captured: CapturedSample) -> CapturedSample:
     return dataclasses.replace(captured, aux_TAD=aux_TAD)
 
 
+_last_words: dict[int, IO[str]] = {}
+
+
 def in_child(work: Callable[[], None]) -> int:
     """Fork, run ``work``, end; gives the pid. The parent must not have used torch's thread pool."""
+    words = tempfile.TemporaryFile("w+")  # noqa: SIM115 - of the last child only
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            null = os.open(os.devnull, os.O_WRONLY)
-            log = os.dup(2)
-            os.dup2(null, 2)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             work()
             code = 0
         except BaseException:  # noqa: BLE001 - the child must never return into the parent's code
-            os.write(log, traceback.format_exc().encode())
+            words.write(traceback.format_exc())
+            words.flush()
         finally:
             os._exit(code)
+    _last_words.clear()
+    _last_words[pid] = words
     return pid
+
+
+def last_words(pid: int) -> str:
+    """What ended the child that was forked last, as far as it could say."""
+    words = _last_words[pid]
+    words.seek(0)
+    return words.read()

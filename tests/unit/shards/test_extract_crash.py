@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from extract_cases import Case, EditedEngine, in_child
+from extract_cases import Case, EditedEngine, in_child, last_words
 
 from eyas import fs
 from eyas.errors import DiskError
@@ -57,7 +57,7 @@ def kill_until_done(case: Case, rng: random.Random, max_delay_s: float) -> int:
         while time.monotonic() < deadline_s:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                assert os.waitstatus_to_exitcode(status) == 0
+                assert os.waitstatus_to_exitcode(status) == 0, last_words(pid)
                 return kills
             time.sleep(0.001)
         os.kill(pid, signal.SIGKILL)
