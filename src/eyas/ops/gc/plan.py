@@ -20,6 +20,7 @@ from eyas.generations.freed import freed_by_inode
 from eyas.generations.generation import Generation
 from eyas.generations.kept import projects_kept
 from eyas.generations.listing import Situation, list_generations, read_situation
+from eyas.generations.working import WorkingFolders
 from eyas.ops.gc.going import Going, going
 from eyas.ops.gc.groups import GroupRow, group, rows
 from eyas.ops.gc.intent import Intent, read_intent
@@ -44,6 +45,7 @@ class GcPlan:
     rows: tuple[GroupRow, ...]
     held: Held
     kept: tuple[Generation, ...]
+    working: WorkingFolders
     refusals: tuple[Refusal, ...]
     warnings: tuple[str, ...]
     snapshot: dict[str, Any]
@@ -119,6 +121,7 @@ def make_plan(root: Path, projects: Sequence[Path] | None, *, is_locked: bool = 
         rows=tuple(listed_rows),
         held=held(found, gone),
         kept=tuple(generation for generation in generations if not _goes(generation, listed_rows)),
+        working=found.working,
         refusals=tuple(listed),
         warnings=tuple(warnings(found, gone, listed_rows)),
         snapshot=snapshot,

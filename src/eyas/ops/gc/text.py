@@ -11,6 +11,7 @@ from typing import Any
 from eyas.console import human_bytes, table
 from eyas.generations.generation import Generation
 from eyas.generations.revisions import PIN_PREFIX
+from eyas.generations.working import working_lines, working_values
 from eyas.ops.gc.groups import GroupRow
 from eyas.ops.gc.plan import GcPlan
 
@@ -32,6 +33,7 @@ def plan_values(plan: GcPlan) -> dict[str, Any]:
         "strays": {"num": len(plan.going.strays), "bytes": sum(s.size_bytes for s in plan.going.strays.values())},
         "names": [{"folder": folder, "num": num, "bytes": size} for folder, (num, size) in folders.items()],
         "held": asdict(plan.held),
+        "working": working_values(plan.working),
         "kept": [{"hash": g.hash, "name": g.name, "path": g.path, "why": _why(g)} for g in plan.kept],
         "refusals": [refusal._asdict() for refusal in plan.refusals],
         "warnings": list(plan.warnings),
@@ -56,6 +58,7 @@ def _parts(plan: GcPlan) -> Iterator[str]:
         yield _going_table(plan.rows)
         yield _names(plan)
     yield _kept_table(plan.kept)
+    yield "\n".join(working_lines(plan.working))
     if plan.held.num_files:
         yield (
             f"held by other names, outside eyas' lists or left in the workspace: {plan.held.num_files:,} of the files, "
@@ -84,7 +87,8 @@ def _going_table(rows: tuple[GroupRow, ...]) -> str:
         parts.append(table(cells, heads))
     if others:
         cells = [
-            (r.title, f"{r.num_objects:,}", human_bytes(r.stored_bytes), human_bytes(r.freed_bytes)) for r in others
+            (r.title, f"{r.num_objects or r.num_names:,}", human_bytes(r.stored_bytes), human_bytes(r.freed_bytes))
+            for r in others
         ]
         parts.append(table(cells, ("other objects that go", "number", "stored", "freed")))
     return "\n\n".join(parts)
