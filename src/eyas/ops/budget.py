@@ -11,7 +11,7 @@ import contextlib
 import gc
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -72,7 +72,7 @@ class Account:
     other_volumes: tuple[Volume, ...]
     """Asked only when the capture does not fit."""
     budget: Budget
-    working: WorkingFolders
+    working: WorkingFolders = field(default_factory=WorkingFolders)
     stream: StreamAccount | None = None
     """Of a training whose states are streamed; the rest is then of the part that is stored."""
 

@@ -175,7 +175,7 @@ def rows(
                 stored_bytes=_stored_bytes(one, gone),
                 freed_bytes=sum(freed.get(key, 0) for key in keys),
                 last_named_by=last.get(one.generation.hash, "") if one.generation else "",
-                num_pushed=sum(name in remote for name in one.objects) if remote is not None and facts else None,
+                num_pushed=sum(name in remote for name in one.objects) if remote is not None and one.objects else None,
             )
         )
     return listed
