@@ -286,12 +286,8 @@ class Spool:
 
     def _refuse_unlike(self, out: Path) -> None:
         """Refuse files of another capture, and two files for one shard, unless they are one under two names."""
-        mine = {path: entry.stat() for path, entry in fs.walk_files(self.states)}
-        others = [
-            path
-            for path, entry in sorted(fs.walk_files(out))
-            if path not in mine or not os.path.samestat(mine[path], entry.stat())
-        ]
+        mine, theirs = _stats(self.states), _stats(out)
+        others = [path for path in sorted(theirs) if path not in mine or not os.path.samestat(mine[path], theirs[path])]
         for path in others:
             self._refuse_foreign(out / path, path)
         if not mine.keys().isdisjoint(others):
@@ -307,7 +303,7 @@ class Spool:
             shutil.rmtree(self.states, ignore_errors=True)
             out.rename(self.states)
             return
-        for path in sorted(path for path, _ in fs.walk_files(out) if path not in mine):
+        for path in sorted(_stats(out).keys() - mine):
             place = self.states / path
             place.parent.mkdir(parents=True, exist_ok=True)
             (out / path).rename(place)
@@ -316,6 +312,11 @@ class Spool:
         shutil.rmtree(aside, ignore_errors=True)
         out.rename(aside)
         shutil.rmtree(aside)
+
+
+def _stats(folder: Path) -> dict[str, os.stat_result]:
+    """Files below a folder; a link that leads nowhere is none."""
+    return {path: entry.stat() for path, entry in fs.walk_files(folder) if entry.is_file()}
 
 
 def check_one_volume(home: Path, out: Path) -> None:

@@ -187,3 +187,13 @@ def test_lines_are_those_that_earlier_readers_know(case):
     [line, *_] = lines(case)
     assert set(line) == {"shard", "xxh3", "file"}
     assert set(line["shard"]) == {"path", "entry", "failed"}
+
+
+def test_links_that_lead_nowhere_are_no_shards(case, unbroken, tmp_path):
+    """What a symlinking cache leaves in the output when its objects are gone."""
+    case.extract()
+    path = case.out / case.plan.shards[1].path
+    path.unlink()
+    path.symlink_to(tmp_path / "gone")
+    case.extract()
+    assert case.hashes() == unbroken
