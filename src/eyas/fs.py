@@ -182,6 +182,19 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def walk_files(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Files below a folder, links included, by their path relative to it; none where there is no folder."""
+    start = len(f"{folder}{os.sep}")
+    queue = [os.fspath(folder)] if folder.is_dir() else []
+    while queue:
+        with os.scandir(queue.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    queue.append(entry.path)
+                else:
+                    yield entry.path[start:], entry
+
+
 def link_tree(source: Path, folder: Path, paths: Iterable[str]) -> None:
     """Make ``folder`` anew with hardlinks to files of ``source``, durably; nothing of it stays on an error.
 
@@ -191,9 +204,13 @@ def link_tree(source: Path, folder: Path, paths: Iterable[str]) -> None:
     _remove(folder)
     try:
         folder.mkdir()
+        made = set[str]()
         for path in paths:
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            os.link(source / path, folder / path)
+            inner = os.path.dirname(path)  # noqa: PTH120 - 80,000 times
+            if inner not in made:
+                (folder / inner).mkdir(parents=True, exist_ok=True)
+                made.add(inner)
+            os.link(f"{source}{os.sep}{path}", f"{folder}{os.sep}{path}")
         for inner, _, _ in os.walk(folder):
             fsync_dir(Path(inner))
     except BaseException:

@@ -18,12 +18,15 @@ from pathlib import Path
 import torch
 
 from eyas import console
+from eyas.config import Params
 from eyas.contracts import CapturePlan, TargetIdentity, TokenSample
 from eyas.engines.base import CapturedSample, Engine
 from eyas.engines.checks import check_captured
 from eyas.engines.probe import probe
+from eyas.engines.registry import SERVER_ENGINES
 from eyas.errors import CaptureError
 from eyas.target.load import load_model, read_ends
+from eyas.target.locate import ensure
 
 NUM_SAMPLES = 3
 LEAST_TOKENS = 24
@@ -44,6 +47,27 @@ def probe_samples(plan: CapturePlan, tokens: Mapping[str, TokenSample]) -> list[
     )
     judged = [sample for sample in planned if sample.num_tokens >= LEAST_TOKENS][:NUM_SAMPLES] or planned[-NUM_SAMPLES:]
     return [tokens[sample.sample_id] for sample in judged]
+
+
+def check_planned(
+    engine: Engine, params: Params, target: TargetIdentity, plan: CapturePlan, tokens: Mapping[str, TokenSample]
+) -> None:
+    """Refuse a server that gives other states than the plan wants; transformers is the reference itself.
+
+    Raises:
+        CaptureError: As ``check_start``.
+    """
+    if plan.capture.engine not in SERVER_ENGINES:
+        return
+    check_start(
+        engine,
+        probe_samples(plan, tokens),
+        target,
+        ensure(target, params.target),
+        plan.capture.boundaries,
+        dtype=params.target.dtype,
+        trust_remote_code=params.target.trust_remote_code,
+    )
 
 
 def check_start(

@@ -41,6 +41,7 @@ from eyas.shards.effect import Effect
 from eyas.shards.handover import HOME, LOCK_NAME
 from eyas.shards.spool import Spool, check_one_volume, leftovers
 from eyas.shards.writer import FinishedShard, check_tokens
+from eyas.tokens.table import TokenTable
 
 if TYPE_CHECKING:
     import torch
@@ -94,10 +95,12 @@ class Run:
     work_s: float = 0.0
     progress: console.Progress = field(init=False)
     _journal: threading.Lock = field(default_factory=threading.Lock)
+    _planned: dict[str, PlannedShard] = field(init=False)
     _written: tuple[int, str] = (-1, "")
     """Number of finished shards, and what a note says of them: of 100,000 it is not worked out for every batch."""
 
     def __post_init__(self) -> None:
+        self._planned = {shard.path: shard for shard in self.plan.shards}
         num_done = sum(entry.num_tokens for entry in self.entries)
         self.progress = console.Progress("extract", self.plan.num_tokens, num_done)
 
@@ -133,7 +136,7 @@ class Run:
     def finish(self, finished: FinishedShard) -> None:
         """A shard lies in the spool, whole: it is journaled. From any thread."""
         with self._journal:
-            self.spool.append(finished)
+            self.spool.append(finished, self._planned[finished.path])
             self.done[finished.path] = finished
 
     def _note(self) -> str:
@@ -219,8 +222,10 @@ def _check_inputs(plan: CapturePlan, tokens: Mapping[str, TokenSample], facts: E
             f"the engine is {' '.join(found)}, the plan was made for {' '.join(expected)}",
             "run `make plan`; states already captured belong to the old engine and are not mixed with new ones",
         )
+    is_table = isinstance(tokens, TokenTable)
+    lengths = tokens.lengths if is_table else {name: len(sample.input_ids) for name, sample in tokens.items()}
     for shard in plan.shards:
-        check_tokens(shard, tokens)
+        check_tokens(shard, lengths)
 
 
 def _resume(
@@ -233,15 +238,19 @@ def _resume(
             f"{console.human_bytes(num_bytes)}; it is not touched"
         )
     if spool.take_back(plan, out, manifest_path):
-        console.log(f"extract: {out} holds states of this capture; they are verified and published again")
+        console.log(f"extract: {out} holds states of this capture; they are checked and published again")
     spool.prepare()
-    done, findings = spool.resume(plan)
-    for finding in findings:
+    resumed = spool.resume(plan)
+    done = resumed.done
+    for finding in resumed.findings:
         console.log(f"extract: captured again: {finding.problem}")
     if sum(len(shard.failed) for shard in done.values()) > limits.max_failed_samples:
         done = {path: shard for path, shard in done.items() if not shard.failed}
     if done:
-        console.log(f"extract: {len(done):,} of {len(plan.shards):,} shards are there and verified")
+        console.log(
+            f"extract: {len(done):,} of {len(plan.shards):,} shards are there, {resumed.num_read:,} of them read through; "
+            "the others are the files that were written"
+        )
     return done
 
 

@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,14 +40,13 @@ from eyas.contracts import (
     PlannedShard,
     ShardManifest,
     TargetIdentity,
-    TokenSample,
 )
 from eyas.engines.base import Engine
 from eyas.engines.batch import capture_batch
 from eyas.engines.calibrate import calibrate, stored_calibration
-from eyas.engines.check_start import check_start, probe_samples
+from eyas.engines.check_start import check_planned
 from eyas.engines.checked import Checks
-from eyas.engines.registry import SERVER_ENGINES, make_engine
+from eyas.engines.registry import make_engine
 from eyas.errors import DiskError, EyasError, StoreError
 from eyas.plan.build import streamed_plan
 from eyas.shards.codecs import make_codec
@@ -274,7 +273,7 @@ def serve(parent: Parent, target_path: Path, tokens_path: Path, manifest_path: P
         if not waiting:
             return
         engine.open()
-        _probe(engine, params, target, plan, tokens)
+        check_planned(engine, params, target, plan, tokens)
         place = _Folder(ring, ring / "states")
         calibration = stored_calibration(plan, place, {}) or calibrate(plan, tokens, engine, place, None)  # type: ignore[arg-type]
         worker.scales_ND = calibration.scales_ND if calibration else None
@@ -305,22 +304,6 @@ def _check_engine(facts: EngineFacts, manifest: ShardManifest) -> None:
         raise StoreError(
             f"the engine is {' '.join(found)}, the stored states are of {' '.join(expected)}",
             "install the packages of the extraction, or `make plan` and `make extract` anew",
-        )
-
-
-def _probe(
-    engine: Engine, params: Params, target: TargetIdentity, plan: CapturePlan, tokens: Mapping[str, TokenSample]
-) -> None:
-    if plan.capture.engine in SERVER_ENGINES:
-        folder = ensure(target, params.target)
-        check_start(
-            engine,
-            probe_samples(plan, tokens),
-            target,
-            folder,
-            plan.capture.boundaries,
-            dtype=params.target.dtype,
-            trust_remote_code=params.target.trust_remote_code,
         )
 
 

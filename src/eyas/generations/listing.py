@@ -31,6 +31,7 @@ from eyas.generations.objects import Cache, scan_cache
 from eyas.generations.revisions import Revision, read_revisions
 from eyas.generations.snapshot import TrackedOut, TrackedStage
 from eyas.generations.trees import ADOPTED, RETIRED_HOME, STATES_NAME, NameTree, is_imported, read_trees
+from eyas.generations.working import WorkingFolders, read_working
 from eyas.plan.volume import file_system
 
 MIN_PREFIX = 6
@@ -51,6 +52,7 @@ class Situation:
     kept: Kept
     wanted_identity: str
     """Of ``data/plan.json``; empty without one."""
+    working: WorkingFolders
 
     @functools.cached_property
     def shared(self) -> SharedBlocks:
@@ -86,6 +88,7 @@ def read_situation(root: Path, *, commits: bool = False) -> Situation:
         trees=read_trees(root, revisions),
         kept=kept_objects(revisions, cache),
         wanted_identity=_wanted(root / PLAN),
+        working=read_working(root),
     )
 
 

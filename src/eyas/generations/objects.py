@@ -87,7 +87,11 @@ class Cache:
 
 def scan_cache(root: Path) -> Cache:
     """List the cache of a repository."""
-    folder = cache_dir(root)
+    return scan_folder(cache_dir(root))
+
+
+def scan_folder(folder: Path) -> Cache:
+    """List a cache, or a remote that is a folder: both are laid out alike."""
     objects: dict[str, CachedObject] = {}
     strays: dict[str, CachedObject] = {}
     for base, prefix in ((folder / "files" / "md5", ""), (folder, LEGACY)):

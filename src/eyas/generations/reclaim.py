@@ -107,5 +107,5 @@ def kept_places(found: Situation) -> frozenset[str]:
 
 
 def removed_files(found: Situation) -> list[TreeFile]:
-    """Their ``stat``."""
-    return [file for tree in removed_trees(found) for file in tree.files.values()]
+    """``stat`` of everything outside the cache that goes: of their names, and of rings that nobody holds."""
+    return [file for one in (*removed_trees(found), *found.working.idle) for file in one.files.values()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -123,9 +123,10 @@ def _spool(folder: Path) -> NameTree | None:
     except (KeyError, TypeError):
         pass
     present: dict[str, TreeFile] = {}
-    for path, entry in _walk(states):
+    for path, entry in fs.walk_files(states):
         with contextlib.suppress(FileNotFoundError):  # an extraction renames its files meanwhile
-            present[path] = tree_file(entry.stat())
+            if entry.is_file(follow_symlinks=False):
+                present[path] = tree_file(entry.stat())
     if listed:
         present = {path: present[path] for path, size in listed if path in present and present[path].size_bytes == size}
     is_retired = (folder / RETIRED_MARK).exists()
@@ -223,18 +224,6 @@ def _stat_listed(
             continue
         files[path] = tree_file(found)
     return files
-
-
-def _walk(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    start = len(f"{folder}{os.sep}")
-    queue = [os.fspath(folder)] if folder.is_dir() else []
-    while queue:
-        with os.scandir(queue.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    queue.append(entry.path)
-                elif entry.is_file(follow_symlinks=False):
-                    yield entry.path[start:], entry
 
 
 def tree_file(found: os.stat_result) -> TreeFile:

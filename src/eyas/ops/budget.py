@@ -11,7 +11,7 @@ import contextlib
 import gc
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from eyas.canonical import from_plain
 from eyas.config import Params
 from eyas.contracts import BYTES_PER_STATE, CaptureIdentity, TargetIdentity
 from eyas.errors import PlanError
+from eyas.generations.working import WorkingFolders, read_working
 from eyas.ops import published as store
 from eyas.ops.published import MANIFEST, PLAN, STATES
 from eyas.plan.budget import Budget, Done, Need, Reclaim, best_ratio
@@ -71,6 +72,7 @@ class Account:
     other_volumes: tuple[Volume, ...]
     """Asked only when the capture does not fit."""
     budget: Budget
+    working: WorkingFolders = field(default_factory=WorkingFolders)
     stream: StreamAccount | None = None
     """Of a training whose states are streamed; the rest is then of the part that is stored."""
 
@@ -104,6 +106,7 @@ def examine(root: Path) -> Account:
         volume=here,
         other_volumes=() if found.fits else tuple(others(root)),
         budget=found,
+        working=read_working(root),
         stream=_stream(root, params, planned, found) if params.train.source == "stream" else None,
     )
 

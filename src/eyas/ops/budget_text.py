@@ -7,6 +7,7 @@ from typing import Any
 from eyas import console
 from eyas.canonical import to_plain
 from eyas.console import human_bytes
+from eyas.generations.working import working_values
 from eyas.ops.budget import Account
 from eyas.plan.remedies import missing, remedies, remedies_text, with_gc, with_retired
 
@@ -42,6 +43,7 @@ def account_values(account: Account) -> dict[str, Any]:
         "retirable_bytes": found.reclaim.retirable_bytes,
         "retirable": to_plain(found.reclaim.retirable),
         "reclaim_problem": found.reclaim.problem,
+        "working": working_values(account.working),
         "fits": found.fits,
         "headroom_bytes": found.headroom_bytes,
         "gap_bytes": found.gap_bytes,
@@ -114,6 +116,7 @@ def _volume_rows(account: Account) -> list[tuple[str, str]]:
         ("free", f"{_bytes(found.free_bytes)} for an ordinary user"),
         ("reserve", f"{_bytes(found.reserve_bytes)} (extract.reserve_bytes)"),
         ("files", f"{found.num_needed_files:,} to be made at most, folders and journals included; {files}"),
+        *((one["path"], f"{_bytes(one['disk_bytes'])}: {one['note']}") for one in working_values(account.working)),
         ("gc could free", _reclaimable(account)),
         *(
             ("after retiring", f"{_bytes(g.num_bytes)} more: `make retire GEN={g.hash[:8]}` ({g.name})")

@@ -20,6 +20,7 @@ from typing import Literal
 from eyas import console, fs
 from eyas.config import PARAMS_PATH, load
 from eyas.errors import ConfigError, DiskError
+from eyas.generations.working import read_working, working_values
 from eyas.plan.budget import HARDLINK_FIX
 from eyas.plan.cache import SITE_CACHE, cache_dir, check_links, copying_types, site_cache_dir
 
@@ -56,6 +57,7 @@ def examine(root: Path) -> list[Finding]:
         _repository(root),
         _program("make", "--version", "apt-get install make"),
         _dvc(root),
+        *_working(root),
         *_asked_for(root),
     ]
 
@@ -80,6 +82,19 @@ def _asked_for(root: Path) -> list[Finding]:
         rows += cluster.findings()
     return [
         Finding(name, "problem" if state == "problem" else "found", value, hint) for name, state, value, hint in rows
+    ]
+
+
+def _working(root: Path) -> list[Finding]:
+    """What trainings have left in their working folders."""
+    return [
+        Finding(
+            one["path"],
+            "problem" if one["state"] == "unclear" else "found",
+            f"{console.human_bytes(one['disk_bytes'])}; {one['note']}",
+            "`make gc-plan` offers it, once no training needs it" if one["state"] == "idle" else "",
+        )
+        for one in working_values(read_working(root))
     ]
 
 

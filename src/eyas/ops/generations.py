@@ -21,6 +21,7 @@ from eyas.generations.generation import Generation
 from eyas.generations.listing import Situation, list_generations, read_situation
 from eyas.generations.reclaim import removed_files, removed_objects
 from eyas.generations.trees import is_imported
+from eyas.generations.working import WorkingFolders, working_lines, working_values
 
 WIDTH = 120
 INDENT = "  "
@@ -42,6 +43,8 @@ class Listing:
     """What gc would free now, outputs that are no hidden states included."""
     problems: tuple[str, ...]
     """Why gc would refuse."""
+    working: WorkingFolders
+    """Rings and cached shards: no generation, and on the disk all the same."""
 
 
 def list_all(root: Path, *, everything: bool = False) -> Listing:
@@ -68,6 +71,7 @@ def list_all(root: Path, *, everything: bool = False) -> Listing:
         disk_bytes=_disk_bytes(found, generations),
         freed_now_bytes=freed_bytes([*removed_objects(found), *removed_files(found)], found.shared),
         problems=found.kept.problems,
+        working=found.working,
     )
 
 
@@ -106,8 +110,9 @@ def state(generation: Generation) -> str:
 
 
 def as_json(listing: Listing) -> list[dict[str, Any]]:
-    """One flat mapping a generation, sizes in bytes; deleted ones last with the state ``collected``."""
-    return [*(_flat(generation) for generation in listing.generations), *map(_flat_collected, listing.collected)]
+    """One flat mapping a generation, sizes in bytes; then deleted ones with the state ``collected``, then working folders."""
+    present = [_flat(generation) for generation in listing.generations]
+    return [*present, *map(_flat_collected, listing.collected), *working_values(listing.working)]
 
 
 def _flat(generation: Generation) -> dict[str, Any]:
@@ -125,7 +130,8 @@ def _flat_collected(gone: dict[str, Any]) -> dict[str, Any]:
 def as_text(listing: Listing) -> str:
     """The table, a line of totals, and what stands in gc's way."""
     if not listing.generations and not listing.collected:
-        return "no generations: nothing names hidden states here, and none lie in data/hidden_states or .eyas/spool"
+        none = "no generations: nothing names hidden states here, and none lie in data/hidden_states or .eyas/spool"
+        return "\n".join([none, *working_lines(listing.working)])
     columns = zip(HEADERS, *map(_row, listing.generations), strict=True)
     cells = [_to_the_right(column) if column[0] in SIZES else column for column in columns]
     head, *lines = table(list(zip(*cells, strict=True))).splitlines()
@@ -134,6 +140,7 @@ def as_text(listing: Listing) -> str:
         parts += [line, *_wrapped(_remarks(generation))]
     parts += [line for gone in listing.collected for line in _gone_lines(gone)]
     parts += ["", *_elsewhere(listing), _totals(listing)]
+    parts += working_lines(listing.working)
     parts += [f"problem: {problem}" for problem in listing.problems]
     return "\n".join(parts)
 
@@ -208,6 +215,7 @@ def _totals(listing: Listing) -> str:
 def _elsewhere(listing: Listing) -> list[str]:
     """Where the rest of what gc would free is listed."""
     listed_bytes = sum(generation.freed_now_bytes for generation in listing.generations)
+    listed_bytes += sum(ring.disk_bytes for ring in listing.working.idle)
     if listing.freed_now_bytes <= listed_bytes:
         return []
     rest = human_bytes(listing.freed_now_bytes - listed_bytes)

@@ -106,7 +106,8 @@ class Recapture:
                 f"{entry.path} is in the manifest and not in the plan of the same states: one of them was edited",
                 "`dvc checkout --force data/hidden_states.json data/plan.json`",
             )
-        check_tokens(planned, self._tokens)
+        found = ((s.sample_id, self._tokens.get(s.sample_id)) for s in planned.samples)
+        check_tokens(planned, {name: len(sample.input_ids) for name, sample in found if sample is not None})
         return planned
 
     def _usable_header(self, entry: ShardEntry, stored: Sequence[str]) -> ShardHeader | None:

@@ -18,6 +18,7 @@ from eyas import config, console, fs
 from eyas.batches.streamed_set import RING_BYTES, RingNeed, streamed_set
 from eyas.config import Params
 from eyas.contracts import CaptureIdentity, TargetIdentity
+from eyas.generations.working import ring_bytes
 from eyas.plan.budget import Budget, Need
 
 THROUGHPUT = Path("reports/throughput.json")
@@ -33,6 +34,8 @@ class StreamAccount:
     need: RingNeed
     ring_bytes: int
     """``EYAS_RING_BYTES``, or the usual size."""
+    there_bytes: int
+    """Of the ring those that a training which was stopped has left: it goes on with them."""
     store_bytes: int
     """What the whole set would take if it was stored."""
     num_tokens: int
@@ -88,7 +91,7 @@ def stream_account(
     ratio = found.ratio.value * found.need.rows_payload_bytes / found.need.payload_bytes
     streamed = streamed_set(root / "data/tokens", capture, target.hidden_size, params.train, ratio)
     need, whole = streamed.need, Need.of(streamed.plan)
-    size = config.knob(RING_BYTES, need.usual_bytes)
+    size, there = config.knob(RING_BYTES, need.usual_bytes), ring_bytes(root, streamed.plan.identity)
     num_weights = sum(
         file.size_bytes for file in target.files if file.path.endswith((".safetensors", ".gguf"))
     ) / WEIGHT_BYTES.get(target.dtype, 2)
@@ -102,7 +105,8 @@ def stream_account(
         capture_tokens_per_s=_rate(rates, "extract"),
         train_tokens_per_s=_rate(rates, "train"),
         floor_h200_hours=2 * num_weights * streamed.plan.num_tokens / FLOOR_FLOPS / 3600,
-        headroom_bytes=found.headroom_bytes - size,
+        there_bytes=there,
+        headroom_bytes=found.headroom_bytes - max(size - there, 0),
     )
 
 
@@ -119,6 +123,7 @@ def stream_values(account: StreamAccount) -> dict[str, Any]:
         "window_bytes": account.need.window_bytes,
         "least_ring_bytes": account.need.least_bytes,
         "ring_bytes": account.ring_bytes,
+        "ring_there_bytes": account.there_bytes,
         "set_bytes": account.need.set_bytes,
         "num_tokens": account.num_tokens,
         "capture_tokens_per_s": account.capture_tokens_per_s,
@@ -200,6 +205,7 @@ def _break_even(account: StreamAccount) -> str:
 def _verdict(account: StreamAccount) -> str:
     if account.headroom_bytes >= 0:
         return f"fits beside the stored part: {console.human_bytes(account.headroom_bytes)} stay free above the reserve"
-    least = account.headroom_bytes + account.ring_bytes - account.need.least_bytes
+    room_bytes = account.headroom_bytes + max(account.ring_bytes - account.there_bytes, 0)
+    least = room_bytes - max(account.need.least_bytes - account.there_bytes, 0)
     lacks = f"does not fit: {console.human_bytes(-account.headroom_bytes)} lack"
     return f"{lacks}; the least ring {'would' if least >= 0 else 'would not either'}"

@@ -24,6 +24,12 @@ HOME = Path(".eyas")
 """The working folder below a repository, in neither git nor DVC."""
 LOCK_NAME = "extract.lock"
 SPOOL = Path("spool")
+RING = Path("ring")
+"""Below the working folder: the shards that a streamed training has captured ahead, by identity."""
+RING_LOCK = "ring.lock"
+"""Held by a streamed training and by its capturing process, as long as one of them lives."""
+SHARD_CACHE = HOME / "shard_cache"
+"""Shards of a remote, by md5."""
 RETIRED_MARK = "retired"
 """An empty file in a spool that was given up; gc deletes that spool, unless a capture takes it up before."""
 SETTLED_SUFFIX = f".settled{fs.PART_SUFFIX}"

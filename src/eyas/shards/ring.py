@@ -23,10 +23,9 @@ from typing import Literal
 from eyas import fs
 from eyas.contracts import FailedSample, ShardEntry, ring_disk_bytes
 from eyas.errors import StoreError
+from eyas.shards.handover import RING
 from eyas.shards.opening import read_header
 
-ROOT = Path("ring")
-"""Below the working folder."""
 Kind = Literal["states", "pinned"]
 KINDS: tuple[Kind, ...] = ("states", "pinned")
 RECORD_SUFFIX, AGAIN_SUFFIX, ENDED_NAME = ".json", ".again", "ended.json"
@@ -67,7 +66,7 @@ class Ring:
     """
 
     def __init__(self, home: Path, identity: str) -> None:
-        self.root, self.identity = home / ROOT, identity
+        self.root, self.identity = home / RING, identity
         self.folder = self.root / identity
 
     def shard(self, kind: Kind, path: str) -> Path:
@@ -89,7 +88,7 @@ class Ring:
         if others:
             raise StoreError(
                 f"{others[0]} is the ring of another capture, expected {self.identity}",
-                f"finish that training with its own parameters, or give its states up: rm -r {others[0]}",
+                f"finish that training with its own parameters, or give its states up: `make gc-plan` offers {others[0]}",
             )
         with fs.disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -21,11 +21,11 @@ from pathlib import Path
 from eyas import config, fs
 from eyas.contracts import ShardEntry, ShardManifest
 from eyas.errors import ConfigError, EyasError, RemoteError, StoreError
+from eyas.shards.handover import SHARD_CACHE
 from eyas.shards.opening import open_shard
 from eyas.shards.remote import RemoteStore
 
 VARIABLE = "EYAS_SHARD_CACHE_BYTES"
-FOLDER = Path(".eyas/shard_cache")
 LOCK_NAME = "lock"
 FETCHES = 3
 """Of a shard whose md5 is not its name's, before it is given up."""
@@ -193,4 +193,4 @@ def shard_cache(root: Path, manifest: ShardManifest) -> ShardCache | None:
         return None
     largest = max((entry.size_bytes for entry in manifest.shards), default=0)
     remote = RemoteStore(root, os.environ.get("EYAS_SHARD_REMOTE", ""))
-    return ShardCache(root / FOLDER, config.knob(VARIABLE, 1), remote, largest)
+    return ShardCache(root / SHARD_CACHE, config.knob(VARIABLE, 1), remote, largest)

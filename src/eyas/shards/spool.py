@@ -11,22 +11,32 @@ publication and ``dvc.lock`` would otherwise cost the whole capture. The twin ta
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from eyas import config, fs
-from eyas.canonical import canonical_json, from_plain, to_plain
 from eyas.contracts import CaptureIdentity, CapturePlan, PlannedShard, ShardManifest
 from eyas.errors import DiskError, StoreError
-from eyas.shards.format import checksum
 from eyas.shards.handover import RETIRED_MARK, SETTLED_SUFFIX, SPOOL, is_dvc_repository
+from eyas.shards.journal import JournalLine, file_note, journal_line, lines_of, read_lines, stored_samples
 from eyas.shards.opening import check_identity, claims_identity, read_header
 from eyas.shards.verify import Finding, verify_file
 from eyas.shards.writer import FinishedShard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """What a spool holds of a plan."""
+
+    done: dict[str, FinishedShard]
+    """By path, in the order of the plan."""
+    findings: list[Finding]
+    num_read: int
+    """Of the done ones those that were read through."""
 
 
 class Spool:
@@ -44,6 +54,7 @@ class Spool:
         self.incoming = self.folder / "incoming"
         """What workers of a cluster write; nothing of it counts before the driver moves it."""
         self._journal = self.folder / "journal.jsonl"
+        self._identity = self.folder / "identity.json"
         self._manifest = self.folder / "manifest.json"
 
     def prepare(self) -> None:
@@ -56,9 +67,8 @@ class Spool:
             self.states.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.incoming, ignore_errors=True)
         (self.folder / RETIRED_MARK).unlink(missing_ok=True)
-        identity_path = self.folder / "identity.json"
-        if not identity_path.exists():
-            fs.write_record(identity_path, self.capture)
+        if not self._identity.exists():
+            fs.write_record(self._identity, self.capture)
         if self._journal.exists():
             lines = self._journal.read_bytes()
             whole = lines.rfind(b"\n") + 1
@@ -67,42 +77,91 @@ class Spool:
 
     def drop_if_empty(self) -> None:
         """Remove a spool that holds nothing yet, so that a run that was refused leaves nothing."""
-        own = {self.states.name, "identity.json"}
-        if self.folder.is_dir() and not any(self._files()) and {p.name for p in self.folder.iterdir()} <= own:
+        own = {self.states.name, self._identity.name}
+        if (
+            self.folder.is_dir()
+            and not any(fs.walk_files(self.states))
+            and {p.name for p in self.folder.iterdir()} <= own
+        ):
             shutil.rmtree(self.folder)
 
     def journal(self) -> dict[str, FinishedShard]:
         """Finished shards by path, as far as the journal's lines are whole."""
-        if not self._journal.exists():
-            return {}
-        lines = (_parse_line(line) for line in self._journal.read_bytes().split(b"\n"))
-        return {shard.path: shard for shard in lines if shard is not None}
+        return {path: line.shard for path, line in self._lines().items()}
 
-    def append(self, shard: FinishedShard) -> None:
-        """Record a finished shard durably.
+    def _lines(self) -> dict[str, JournalLine]:
+        return read_lines(self._journal.read_bytes()) if self._journal.exists() else {}
+
+    def append(self, shard: FinishedShard, planned: PlannedShard | None = None) -> None:
+        """Record a finished shard durably; its file lies in its place and is fsynced, and so is its folder.
+
+        Args:
+            shard: The shard.
+            planned: As the plan has it, to know the file again without reading it; a rerun reads it when None.
 
         Raises:
             DiskError: The volume is full; the shard counts as not written.
         """
+        self._append(self.line(shard, planned))
+
+    def line(self, shard: FinishedShard, planned: PlannedShard | None = None) -> bytes:
+        """What ``append`` writes."""
+        witness, note = self._witness(), None
+        if planned is not None and shard.entry is not None and witness is not None:
+            note = file_note((self.states / shard.path).lstat(), planned, shard, witness)
+        return journal_line(shard, note)
+
+    def _append(self, lines: bytes) -> None:
         with fs.disk_errors(self._journal), self._journal.open("ab") as handle:
             is_new = handle.tell() == 0
-            handle.write(journal_line(shard))
+            handle.write(lines)
             handle.flush()
             os.fsync(handle.fileno())
         if is_new:
             fs.fsync_dir(self.folder)
 
-    def resume(self, plan: CapturePlan) -> tuple[dict[str, FinishedShard], list[Finding]]:
+    def _witness(self) -> tuple[int, int] | None:
+        """What tells this spool from every copy of it; None where the file that says so is missing."""
+        try:
+            found = self._identity.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_ctime_ns
+
+    def resume(self, plan: CapturePlan) -> Resumed:
         """What of the plan is done and can be trusted, and what was found wrong with the rest.
+
+        A shard whose file is the one that its journal line was written for is taken by its ``stat``; every other one
+        is read through, and noted when it is whole.
 
         Raises:
             StoreError: The spool holds a file of another capture, or one that the plan does not name.
         """
-        planned = {shard.path: shard for shard in plan.shards}
-        journal = self.journal()
-        done: dict[str, FinishedShard] = {}
-        findings: list[Finding] = []
-        for path in sorted(self._files()):
+        lines, present, witness = self._lines(), self._present(plan), self._witness()
+        none = JournalLine(FinishedShard(path="", entry=None))
+        doubted = [
+            shard
+            for shard in plan.shards
+            if not lines.get(shard.path, none).is_of(present.get(shard.path), shard, witness)
+        ]
+        known = {path: line.shard for path, line in lines.items()}
+        with ThreadPoolExecutor(config.knob("EYAS_READ_THREADS", min(config.cores(), 8)), "resume") as pool:
+            checked = pool.map(lambda shard: self._problems(shard, known.get(shard.path)), doubted)
+            problems = dict(zip((shard.path for shard in doubted), checked, strict=True))
+        done = {s.path: known[s.path] for s in plan.shards if s.path in known and not problems.get(s.path)}
+        read = [shard for shard in doubted if shard.path in done and shard.path in present]
+        if read and witness is not None:
+            for shard in read:  # a copy may not have reached the disk yet; what is noted has
+                fs.fsync_file(self.states / shard.path)
+            notes = ((done[s.path], file_note(present[s.path], s, done[s.path], witness)) for s in read)
+            self._append(b"".join(journal_line(shard, note) for shard, note in notes))
+        findings = [problem for found in problems.values() for problem in found]
+        return Resumed(done=done, findings=findings, num_read=len(read))
+
+    def _present(self, plan: CapturePlan) -> dict[str, os.stat_result]:
+        """Files at planned paths, before anything is read; parts are removed, strangers refused."""
+        planned, found = {shard.path for shard in plan.shards}, {}
+        for path, entry in sorted(fs.walk_files(self.states)):
             if path.endswith(fs.PART_SUFFIX):
                 (self.states / path).unlink()
             elif path not in planned:
@@ -110,18 +169,9 @@ class Spool:
                     f"{self.states / path} is not in the plan of {len(planned)} shards: it would be published with them",
                     f"look at it, then move it away: mv {self.states / path} /tmp",
                 )
-        with ThreadPoolExecutor(config.knob("EYAS_READ_THREADS", min(config.cores(), 8)), "resume") as pool:
-            checked = pool.map(lambda shard: self._problems(shard, journal.get(shard.path)), plan.shards)
-            for path, problems in zip(planned, checked, strict=True):
-                if path in journal and not problems:
-                    done[path] = journal[path]
-                findings += problems
-        return done, findings
-
-    def _files(self) -> Iterator[str]:
-        for folder, _, names in os.walk(self.states):
-            for name in names:
-                yield (Path(folder) / name).relative_to(self.states).as_posix()
+            else:
+                found[path] = entry.stat(follow_symlinks=False)
+        return found
 
     def _problems(self, planned: PlannedShard, finished: FinishedShard | None) -> list[Finding]:
         path = self.states / planned.path
@@ -129,8 +179,7 @@ class Spool:
             self._refuse_foreign(path, planned.path)
         if finished is None:
             return [_of_shard(planned.path, "not in the journal")] if path.exists() else []
-        failed = {sample.sample_id for sample in finished.failed}
-        expected = [(s.sample_id, s.num_tokens) for s in planned.samples if s.sample_id not in failed]
+        expected = stored_samples(planned, finished)
         if finished.entry is None:
             return [_of_shard(planned.path, "the journal lists no file for it")] if expected or path.exists() else []
         header, problems = verify_file(path, finished.entry, self.identity)
@@ -225,54 +274,49 @@ class Spool:
             )
         if not out.is_dir() or not any(out.iterdir()):
             return False
-        for path in sorted(p for p in out.rglob("*") if p.is_file()):
-            self._refuse_foreign(path, path.relative_to(out).as_posix())
-        self._refuse_other_twin(out)
+        self._refuse_unlike(out)
         self.folder.mkdir(parents=True, exist_ok=True)
         if manifest is not None and not self._journal.exists():
-            lines = [journal_line(shard) for shard in _finished_shards(plan, manifest)]
-            fs.write_bytes(self._journal, b"".join(lines))
+            fs.write_bytes(self._journal, b"".join(lines_of(plan, manifest)))
         manifest_path.unlink(missing_ok=True)
         fs.fsync_dir(manifest_path.parent)
         self._merge(out)
         fs.fsync_dir(self.folder)
         return True
 
-    def _refuse_other_twin(self, out: Path) -> None:
-        """Refuse two files for one shard, unless they are one file under two names."""
-        for path in self._files():
-            if (out / path).exists() and not (out / path).samefile(self.states / path):
-                raise StoreError(
-                    f"both {out} and {self.states} hold states of {self.identity}",
-                    "move one of them away; the other is completed",
-                )
+    def _refuse_unlike(self, out: Path) -> None:
+        """Refuse files of another capture, and two files for one shard, unless they are one under two names."""
+        mine, theirs = _stats(self.states), _stats(out)
+        others = [path for path in sorted(theirs) if path not in mine or not os.path.samestat(mine[path], theirs[path])]
+        for path in others:
+            self._refuse_foreign(out / path, path)
+        if not mine.keys().isdisjoint(others):
+            raise StoreError(
+                f"both {out} and {self.states} hold states of {self.identity}",
+                "move one of them away; the other is completed",
+            )
 
     def _merge(self, out: Path) -> None:
         """Empty ``out`` into the spool: links to its files go, files that only lie in ``out`` come over."""
-        if not any(self._files()):
+        mine = {path for path, _ in fs.walk_files(self.states)}
+        if not mine:
             shutil.rmtree(self.states, ignore_errors=True)
             out.rename(self.states)
             return
-        for path in sorted(p for p in out.rglob("*") if p.is_file()):
-            mine = self.states / path.relative_to(out)
-            if not mine.exists():
-                mine.parent.mkdir(parents=True, exist_ok=True)
-                path.rename(mine)
-                fs.fsync_dir(mine.parent)
+        for path in sorted(_stats(out).keys() - mine):
+            place = self.states / path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            (out / path).rename(place)
+            fs.fsync_dir(place.parent)
         aside = out.with_name(out.name + fs.PART_SUFFIX)
         shutil.rmtree(aside, ignore_errors=True)
         out.rename(aside)
         shutil.rmtree(aside)
 
 
-def _finished_shards(plan: CapturePlan, manifest: ShardManifest) -> Iterator[FinishedShard]:
-    """The journal that a manifest came from."""
-    entries = {entry.path: entry for entry in manifest.shards}
-    failures = {sample.sample_id: sample for sample in manifest.failed}
-    for planned in plan.shards:
-        failed = tuple(failures[s.sample_id] for s in planned.samples if s.sample_id in failures)
-        if planned.path in entries or failed:
-            yield FinishedShard(path=planned.path, entry=entries.get(planned.path), failed=failed)
+def _stats(folder: Path) -> dict[str, os.stat_result]:
+    """Files below a folder; a link that leads nowhere is none."""
+    return {path: entry.stat() for path, entry in fs.walk_files(folder) if entry.is_file()}
 
 
 def check_one_volume(home: Path, out: Path) -> None:
@@ -306,23 +350,6 @@ def leftovers(home: Path, identity: str) -> list[tuple[str, int]]:
 
 def _tree_bytes(roots: Iterable[Path]) -> int:
     return sum(p.stat().st_size for root in roots for p in (root, *root.rglob("*")) if p.is_file())
-
-
-def journal_line(shard: FinishedShard) -> bytes:
-    """A finished shard as a line of the journal."""
-    body = to_plain(shard)
-    return (canonical_json({"shard": body, "xxh3": checksum(canonical_json(body).encode())}) + "\n").encode()
-
-
-def _parse_line(line: bytes) -> FinishedShard | None:
-    """A journal line; None when it is torn or damaged."""
-    try:
-        value = json.loads(line)
-        if checksum(canonical_json(value["shard"]).encode()) != value["xxh3"]:
-            return None
-        return from_plain(FinishedShard, value["shard"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
 
 
 def _of_shard(path: str, problem: str) -> Finding:

@@ -240,16 +240,20 @@ def stored_sample(sample: TokenSample) -> StoredSample:
     )
 
 
-def check_tokens(planned: PlannedShard, tokens: Mapping[str, TokenSample]) -> None:
+def check_tokens(planned: PlannedShard, lengths: Mapping[str, int]) -> None:
     """Check that the dataset holds every sample of a planned shard at its planned length.
+
+    Args:
+        planned: The shard.
+        lengths: Number of tokens by sample id, of the dataset.
 
     Raises:
         StoreError: A sample is absent or has another length.
     """
     for sample in planned.samples:
-        found = tokens.get(sample.sample_id)
-        if found is None or len(found.input_ids) != sample.num_tokens:
-            what = "not in the token dataset" if found is None else f"{len(found.input_ids)} tokens there"
+        found = lengths.get(sample.sample_id)
+        if found != sample.num_tokens:
+            what = "not in the token dataset" if found is None else f"{found} tokens there"
             raise StoreError(
                 f"{planned.path}: sample {sample.sample_id} of {sample.num_tokens} tokens is {what}",
                 "the plan is of other tokens: run `make plan`",

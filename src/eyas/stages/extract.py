@@ -11,7 +11,8 @@ from eyas.config import Params
 from eyas.config.images import check_image
 from eyas.contracts import CapturePlan, TargetIdentity, TokenSample
 from eyas.engines.base import Engine
-from eyas.engines.loop import Executor, ExtractLimits, Probe, extract
+from eyas.engines.check_start import check_planned, probe_samples
+from eyas.engines.loop import Executor, ExtractLimits, extract
 from eyas.engines.registry import SERVER_ENGINES, make_engine
 from eyas.engines.summary import extract_table
 from eyas.errors import PlanError
@@ -50,7 +51,6 @@ def main(argv: Sequence[str]) -> None:
         _settle(Path.cwd(), out, manifest_path)
         engine = _engine(params, target, plan)
         head = None if params.extract.engine == "fake" else lambda: read_ends(ensure(target, params.target)).head_VD
-        probe = _probe(params, target, plan, tokens)
         result = extract(
             plan,
             tokens,
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
             out=out,
             manifest_path=manifest_path,
             head=head,
-            probe=probe,
+            probe=lambda engine: check_planned(engine, params, target, plan, tokens),
             executor=_executor(params, target, plan, tokens),
         )
         hand_over(Path.cwd(), result.manifest, out, manifest_path)
@@ -150,7 +150,6 @@ def _executor(
     """Workers of a Ray cluster when ``extract.executor`` says so; None for this process."""
     if params.extract.executor == "local":
         return None
-    from eyas.engines.check_start import probe_samples
     from eyas.engines.ray.driver import RayExecutor
     from eyas.engines.ray.spec import EngineSpec
 
@@ -168,28 +167,6 @@ def _executor(
             probe=tuple(probe_samples(plan, tokens)) if engine in SERVER_ENGINES else (),
         )
     )
-
-
-def _probe(
-    params: Params, target: TargetIdentity, plan: CapturePlan, tokens: Mapping[str, TokenSample]
-) -> Probe | None:
-    """A server's states are looked at on every start; transformers is the reference itself."""
-    if params.extract.engine not in SERVER_ENGINES:
-        return None
-    from eyas.engines.check_start import check_start, probe_samples
-
-    def look(engine: Engine) -> None:
-        check_start(
-            engine,
-            probe_samples(plan, tokens),
-            target,
-            ensure(target, params.target),
-            plan.capture.boundaries,
-            dtype=params.target.dtype,
-            trust_remote_code=params.target.trust_remote_code,
-        )
-
-    return look
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eyas import fs
-from eyas.canonical import canonical_json
+from eyas.canonical import canonical_json, plain_json
 from eyas.contracts import SCHEMA_VERSION, StoredSample, TokenSample
 from eyas.errors import DataError, StoreError
 from eyas.rows import stored_rows
@@ -104,9 +104,15 @@ class TokenRow:
 
 def sample_id_of(input_ids_T: np.ndarray, loss_mask_T: np.ndarray) -> str:
     """First 16 hex digits of the SHA-256 over (ids as int32 LE, loss mask as uint8)."""
-    content = hashlib.sha256(np.ascontiguousarray(input_ids_T, dtype="<i4").tobytes())
-    content.update(np.ascontiguousarray(loss_mask_T, dtype=np.uint8).tobytes())
-    return content.hexdigest()[:16]
+    return _id_of(_content(input_ids_T, loss_mask_T))
+
+
+def _content(input_ids_T: np.ndarray, loss_mask_T: np.ndarray) -> bytes:
+    return input_ids_T.astype("<i4", copy=False).tobytes() + loss_mask_T.astype(np.uint8, copy=False).tobytes()
+
+
+def _id_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def make_sample(
@@ -335,11 +341,12 @@ def _row_digest(sample: TokenSample) -> bytes:
 
 
 def _digest_of(facts: dict[str, Any], ids_T: np.ndarray, mask_T: np.ndarray) -> bytes:
-    named = sample_id_of(ids_T, mask_T)
+    content = _content(ids_T, mask_T)
+    named = _id_of(content)
     if named != facts["sample_id"] or len(ids_T) != len(mask_T):
         raise DataError(f"sample {facts['sample_id']}: its ids and mask are those of {named}", REMAKE)
     listed = [*(facts[name] for name in FACTS[:-1]), len(ids_T)]
-    return hashlib.sha256(canonical_json(listed).encode() + b"\n" + ids_T.tobytes() + mask_T.tobytes()).digest()
+    return hashlib.sha256(plain_json(listed).encode() + b"\n" + content).digest()
 
 
 def _combine(row_digests: Iterable[bytes]) -> str:

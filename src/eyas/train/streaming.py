@@ -20,11 +20,10 @@ from eyas.batches.order import BatchOrder, Cursor
 from eyas.batches.stream import StoppedError, StreamReader
 from eyas.batches.streamed_set import RING_BYTES, RingNeed, StreamedSet
 from eyas.errors import ConfigError, DiskError, EyasError
-from eyas.shards.handover import HOME, LOCK_NAME
+from eyas.shards.handover import HOME, LOCK_NAME, RING_LOCK
 from eyas.shards.ring import Ring
 from eyas.train.distributed import World
 
-RING_LOCK = "ring.lock"
 PATIENCE_S = 60.0
 """For a capturing process whose training was killed."""
 

@@ -78,6 +78,23 @@ def test_the_figures_are_arithmetic(place: Path, monkeypatch: pytest.MonkeyPatch
     assert found["set_bytes"] >= 27 * shard_bytes
 
 
+def test_a_ring_that_a_stopped_training_left_is_counted_once(place: Path) -> None:
+    """The training goes on with it, so the disk need not have its bytes a second time; and it is known as its ring."""
+    params, index = config.load(place / "params.yaml"), read_index(place / "data/tokens")
+    identity = capture_identity(params.extract, make_target(), params.target, index.tokens_sha256, "all").digest
+    ring = place / ".eyas/ring" / identity
+    ring.mkdir(parents=True)
+    header = f'{{"__metadata__":{{"identity":"{identity}"}}}}'.encode()
+    path = ring / "states/000/shard-00000.safetensors"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes([1]) * 20_000)
+    account = account_values(examine(place))
+    there = path.stat().st_blocks * 512
+    assert account["stream"]["ring_there_bytes"] == there > 20_000
+    assert account["working"][0]["is_wanted"]
+    assert account["stream"]["headroom_bytes"] == account["headroom_bytes"] - (account["stream"]["ring_bytes"] - there)
+
+
 def test_a_second_epoch_costs_a_second_capture_unless_the_ring_keeps_the_set(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

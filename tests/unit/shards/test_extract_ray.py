@@ -76,7 +76,7 @@ def test_shards_of_lost_workers_are_made_by_others(case, unbroken, on_threads):
     assert executor.num_lost_workers == len(struck) == 3
 
 
-def test_a_shard_that_ends_every_worker_is_named_and_the_same_command_goes_on(case, unbroken, on_threads):
+def test_a_shard_that_ends_every_worker_is_named_and_the_same_command_goes_on(case, unbroken, on_threads, capsys):
     poison = case.plan.shards[3].path
     on_threads.strike = staticmethod(lambda name, planned: planned.path == poison)
     with pytest.raises(CaptureError, match=poison) as caught:
@@ -88,6 +88,7 @@ def test_a_shard_that_ends_every_worker_is_named_and_the_same_command_goes_on(ca
     assert not (case.spool / "incoming").exists()
     result = case.extract()  # without a cluster
     assert result.num_resumed_shards == len(journaled)
+    assert "there, 0 of them read through" in capsys.readouterr().err, "moved in from a worker, it is known as well"
     assert case.hashes() == unbroken
 
 

@@ -192,6 +192,21 @@ def test_gc_knows_what_s3_has(pushed, server):
     assert pushed_objects(pushed.root, names) is None
 
 
+def test_a_plan_of_gc_tells_what_a_bucket_holds(pushed, server):
+    """Sizes come with the listing: in use is what dvc.lock names; an object that nothing names is told apart."""
+    before = server.keys()
+    server.client.put_object(Bucket=BUCKET, Key=key_of("0" * 32), Body=b"x" * 777)
+    plan = json.loads(pushed.eyas("gc-plan", "--json").stdout)
+    [held] = plan["remotes"]
+    assert (held["remote"], held["is_known"], held["old"]) == ("there", True, [])
+    assert held["needed"]["num_objects"] == len(before) == len(pushed.manifest.shards) + 2
+    assert held["needed"]["num_bytes"] > pushed.manifest.stored_bytes
+    assert (held["unnamed"]["num_objects"], held["unnamed"]["num_bytes"]) == (1, 777)
+    assert server.keys() == {*before, key_of("0" * 32)}
+    server.stop()
+    assert not json.loads(pushed.eyas("gc-plan", "--json").stdout)["remotes"][0]["is_known"]
+
+
 # ── reading through the cache ─────────────────────────────────────────────────────────────────
 
 

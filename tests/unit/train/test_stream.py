@@ -17,6 +17,7 @@ import stream_world as world
 
 from eyas import fs
 from eyas.errors import ConfigError, DiskError, ServerError, StoreError, TrainError
+from eyas.generations.working import read_working
 from eyas.shards.ring import Ring
 
 SRC = str(Path(__file__).parents[3] / "src")
@@ -209,6 +210,10 @@ def test_a_killed_training_goes_on_to_the_same_bytes(place):
         process.kill()
         process.wait()
         assert allocated_bytes(ring_of(root).folder) <= ring_bytes
+        processes.until(lambda: not read_working(root).rings[0].holder)  # its capturing process lives a moment longer
+        [ring] = read_working(root).rings
+        assert (ring.identity, ring.problem, ring.is_idle) == (ring_of(root).identity, "", True)
+        assert ring.disk_bytes == sum(p.stat().st_blocks * 512 for p in ring.folder.rglob("*") if p.is_file())
     process = start(root, EYAS_RING_BYTES=ring_bytes)
     assert process.wait(120) == 0, (root / "told").read_text()
     assert world.weights(root / "from_stream") == expected

@@ -7,9 +7,10 @@ import shutil
 import pytest
 from train_world import MemoryReader, make_inputs, result_bytes, run, write_shards
 
+from eyas.shards.handover import SHARD_CACHE
 from eyas.shards.reader import ShardReader
 from eyas.shards.remote import RemoteStore
-from eyas.shards.shard_cache import FOLDER, VARIABLE, ShardCache, shard_cache
+from eyas.shards.shard_cache import VARIABLE, ShardCache, shard_cache
 
 
 @pytest.fixture
@@ -34,10 +35,10 @@ def test_the_drafter_is_the_one_of_the_workspace(far, num_shards):
     root, manifest = far
     largest = max(entry.size_bytes for entry in manifest.shards)
     assert len(manifest.shards) > 4
-    cache = ShardCache(root / FOLDER, num_shards * largest, RemoteStore(root), largest)
+    cache = ShardCache(root / SHARD_CACHE, num_shards * largest, RemoteStore(root), largest)
     run(root / "far", make_inputs(root / "far", reader=ShardReader(root / "states", manifest, cache)))
     assert result_bytes(root / "far") == result_bytes(root / "near")
-    held = sum(path.stat().st_size for path in (root / FOLDER).iterdir())
+    held = sum(path.stat().st_size for path in (root / SHARD_CACHE).iterdir())
     assert held <= num_shards * largest
     assert (cache.num_fetched_bytes > manifest.stored_bytes) == (num_shards == 2)
 
@@ -50,4 +51,4 @@ def test_the_cache_is_asked_for_by_the_environment(far, monkeypatch):
     reader = ShardReader(root / "states", manifest, shard_cache(root, manifest))
     assert len(reader.samples) == manifest.num_stored_samples
     reader.read(reader.samples[0].sample_id)
-    assert any((root / FOLDER).iterdir())
+    assert any((root / SHARD_CACHE).iterdir())

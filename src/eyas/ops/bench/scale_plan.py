@@ -2,8 +2,9 @@
 
 Each part runs in a process of its own, in a repository made for it (``eyas.ops.bench.scale_world``): ``plan``,
 ``budget`` and ``generations`` are the commands that a user runs; ``shuffle`` is what a training does before its
-first read; ``resume`` is ``extract`` run again when every shard is there: it checks each and publishes them again. A million samples
-of one value a row: what is measured is their number, not their bytes.
+first read; ``resume`` is ``extract`` over a spool that was killed when its last shard was journaled; ``again`` is the same
+command once more, killed after the publication: the set is taken back and published again. A million samples of one
+value a row: what is measured is their number, not their bytes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas import console
+from eyas.ops.bench.gc import MANIFEST, STATES
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 STAGE_PATHS = ("models/target.json", "data/tokens", "data/plan.json")
@@ -66,6 +68,8 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def _run(root: Path, part: str) -> dict[str, Any]:
+    if part == "resume":
+        _unpublish(root)
     start_s = time.perf_counter()
     command = [sys.executable, "-m", "eyas.ops.bench.scale_plan", part]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
@@ -73,6 +77,13 @@ def _run(root: Path, part: str) -> dict[str, Any]:
     if done.returncode != 0:
         raise RuntimeError(f"{part}: {done.stderr}")
     return {"seconds": round(seconds, 2)} | json.loads(done.stdout.splitlines()[-1])
+
+
+def _unpublish(root: Path) -> None:
+    """What a capture leaves that is killed before it publishes: the spool alone."""
+    shutil.rmtree(root / STATES)
+    for path in (MANIFEST, "dvc.lock"):
+        (root / path).unlink()
 
 
 # ── one part, in a process of its own ─────────────────────────────────────────────────────────
@@ -99,19 +110,21 @@ def _shuffle() -> None:
     from eyas.contracts import ShardManifest
     from eyas.shards.reader import ShardReader
 
-    manifest = fs.read_record(ShardManifest, Path("data/hidden_states.json"))
-    reader = ShardReader(Path("data/hidden_states"), manifest)
+    manifest = fs.read_record(ShardManifest, Path(MANIFEST))
+    reader = ShardReader(Path(STATES), manifest)
     training, _ = split_samples(reader.samples, 0.01, 0)
     batches = order_of(reader, training, 8192, 0).epoch(1)
     assert sum(map(len, batches)) == len(training)
 
 
+_EXTRACT = _module("eyas.stages.extract", *STAGE_PATHS, STATES, MANIFEST)
 PARTS: dict[str, Callable[[], None]] = {
     "plan": _module("eyas.stages.plan", *STAGE_PATHS),
     "budget": _module("eyas.cli", "budget", "--json"),
     "generations": _module("eyas.cli", "generations", "--json"),
     "shuffle": _shuffle,
-    "resume": _module("eyas.stages.extract", *STAGE_PATHS, "data/hidden_states", "data/hidden_states.json"),
+    "resume": _EXTRACT,
+    "again": _EXTRACT,
 }
 
 

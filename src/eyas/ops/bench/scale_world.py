@@ -32,7 +32,7 @@ from eyas.ops.bench.gc import MANIFEST, STATES, ScriptedProject
 from eyas.ops.bench.replay import manifest_of
 from eyas.shards.format import ShardContent, block_name, checksum, lay_out, pack_header, shard_facts
 from eyas.shards.handover import HOME
-from eyas.shards.spool import Spool, journal_line
+from eyas.shards.spool import Spool
 from eyas.shards.writer import FinishedShard
 from eyas.tokens.dataset import make_sample, write_tokens
 
@@ -65,7 +65,7 @@ def make_world(root: Path, params: Path, num_samples: int) -> None:
     with (spool.folder / "journal.jsonl").open("wb") as journal:
         for shard in plan.shards:
             entry = _write_shard(spool.states, plan, shard)
-            journal.write(journal_line(FinishedShard(path=shard.path, entry=entry)))
+            journal.write(spool.line(FinishedShard(path=shard.path, entry=entry), shard))
             entries.append(entry)
     _publish(project, plan, spool, entries)
 

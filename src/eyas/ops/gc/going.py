@@ -17,7 +17,10 @@ from eyas.generations.listing import Situation
 from eyas.generations.objects import DIR_SUFFIX, CachedObject
 from eyas.generations.reclaim import removed_trees
 from eyas.generations.trees import ADOPTED_HOME, STATES_NAME, NameTree, TreeFile, tree_file
+from eyas.generations.working import SHARD
 from eyas.shards.handover import RETIRED_MARK, known_md5s
+
+RING_OWNER = "ring "
 
 
 class GoingName(NamedTuple):
@@ -26,7 +29,7 @@ class GoingName(NamedTuple):
     path: str
     """Relative to the repository; of an adopted folder's origin absolute."""
     generation: str
-    """Whose bytes it holds: a hash, or the identity of a spool."""
+    """Whose bytes it holds: a hash, the identity of a spool, or that of a ring after ``RING_OWNER``."""
     folder: str
     """Removed as well, with the folders below it, once they are empty."""
     stat: TreeFile
@@ -60,6 +63,12 @@ def going(found: Situation) -> Going:
         changed += doubtful
     for name in _without_manifest(found, objects, {name.generation for name in names.values()}):
         names.setdefault(name.path, name)
+    for ring in found.working.idle:
+        folder = below(found.root, ring.folder)
+        # A shard without its record does not exist for whoever reads the ring: records go first.
+        paths = sorted(ring.files, key=lambda path: (SHARD.fullmatch(path) is not None, path))
+        listed = [GoingName(f"{folder}/{path}", RING_OWNER + ring.identity, folder, ring.files[path]) for path in paths]
+        names |= {name.path: name for name in listed}
     return Going(
         objects=objects,
         strays=dict(sorted(found.cache.strays.items())),

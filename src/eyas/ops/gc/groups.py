@@ -14,7 +14,8 @@ from eyas.generations.listing import Situation
 from eyas.generations.objects import DIR_SUFFIX, CachedObject
 from eyas.generations.runs import run_cache_names
 from eyas.generations.trees import TreeFile
-from eyas.ops.gc.going import Going, GoingName
+from eyas.ops.gc.going import RING_OWNER, Going, GoingName
+from eyas.shards.handover import HOME, RING
 
 NEVER_NAMED = "named by no commit"
 REPORTS = "reports in DVC's run cache"
@@ -67,6 +68,9 @@ class GroupRow:
 def group(found: Situation, gone: Going, generations: Sequence[Generation]) -> list[Group]:
     """Sort what goes."""
     groups = _generation_groups(found, gone, generations)
+    for ring in found.working.idle:
+        mine = [name for name in gone.names if name.generation == RING_OWNER + ring.identity]
+        groups.append(Group(title=f"{HOME / RING / ring.identity[:10]}…: {ring.what}", names=mine))
     owned = {name for one in groups for name in one.objects}
     rest = {name for name in gone.objects if name not in owned}
     others = list(_out_groups(found, rest)) if rest else []
@@ -82,7 +86,8 @@ def group(found: Situation, gone: Going, generations: Sequence[Generation]) -> l
 def _generation_groups(found: Situation, gone: Going, generations: Sequence[Generation]) -> list[Group]:
     names: dict[str, list[GoingName]] = {}
     for name in gone.names:
-        names.setdefault(name.generation, []).append(name)
+        if not name.generation.startswith(RING_OWNER):
+            names.setdefault(name.generation, []).append(name)
     manifests = _manifests(found)
     groups: list[Group] = []
     owned = set[str]()
@@ -170,7 +175,7 @@ def rows(
                 stored_bytes=_stored_bytes(one, gone),
                 freed_bytes=sum(freed.get(key, 0) for key in keys),
                 last_named_by=last.get(one.generation.hash, "") if one.generation else "",
-                num_pushed=sum(name in remote for name in one.objects) if remote is not None and facts else None,
+                num_pushed=sum(name in remote for name in one.objects) if remote is not None and one.objects else None,
             )
         )
     return listed

@@ -20,8 +20,10 @@ from eyas.generations.freed import freed_by_inode
 from eyas.generations.generation import Generation
 from eyas.generations.kept import projects_kept
 from eyas.generations.listing import Situation, list_generations, read_situation
+from eyas.generations.working import WorkingFolders
 from eyas.ops.gc.going import Going, going
 from eyas.ops.gc.groups import GroupRow, group, rows
+from eyas.ops.gc.holdings import Holding, holdings
 from eyas.ops.gc.intent import Intent, read_intent
 from eyas.ops.gc.refusals import NO_PROJECTS, Refusal, refusals
 from eyas.ops.gc.remote import pushed_objects
@@ -44,6 +46,9 @@ class GcPlan:
     rows: tuple[GroupRow, ...]
     held: Held
     kept: tuple[Generation, ...]
+    working: WorkingFolders
+    holdings: tuple[Holding, ...]
+    """What the remotes hold; not asked by the gc that carries a plan out."""
     refusals: tuple[Refusal, ...]
     warnings: tuple[str, ...]
     snapshot: dict[str, Any]
@@ -106,8 +111,8 @@ def make_plan(root: Path, projects: Sequence[Path] | None, *, is_locked: bool = 
     generations = list_generations(found)
     groups = group(found, gone, generations)
     freed = freed_by_inode((stat for one in groups for stat in one.stats(gone)), found.shared)
-    states = [name for one in groups if one.generation for name in one.objects]
-    listed_rows = rows(found, gone, groups, freed, pushed_objects(root, states) if states else None)
+    names = [name for one in groups for name in one.objects]
+    listed_rows = rows(found, gone, groups, freed, pushed_objects(root, names) if names else None)
     snapshot = _snapshot(found, gone, projects)
     is_empty = not (gone.objects or gone.strays or gone.names)
     return GcPlan(
@@ -119,6 +124,8 @@ def make_plan(root: Path, projects: Sequence[Path] | None, *, is_locked: bool = 
         rows=tuple(listed_rows),
         held=held(found, gone),
         kept=tuple(generation for generation in generations if not _goes(generation, listed_rows)),
+        working=found.working,
+        holdings=() if is_locked else holdings(found),
         refusals=tuple(listed),
         warnings=tuple(warnings(found, gone, listed_rows)),
         snapshot=snapshot,

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from eyas import console
 from eyas.generations.objects import LEGACY
@@ -55,7 +55,8 @@ def pushed_objects(root: Path, objects: Iterable[str]) -> set[str] | None:
     if not known:
         return set()
     for remote in known:
-        answer = _in_folder(root, remote.url, names) if _is_folder(remote.url) else _ask(root, remote, names)
+        folder = remote_folder(root, remote)
+        answer = _ask(root, remote, names) if folder is None else _in_folder(os.fspath(folder), names)
         if answer is not None:
             answers.append(answer)
     return set().union(*answers) if answers else None
@@ -65,9 +66,12 @@ def _is_folder(url: str) -> bool:
     return "://" not in url and not url.startswith("remote:")
 
 
-def _in_folder(root: Path, url: str, names: list[str]) -> set[str] | None:
-    """DVC takes a relative path as relative to the file that says it: ``.dvc/config``."""
-    folder = os.path.normpath(root / ".dvc" / url)
+def remote_folder(root: Path, remote: Remote) -> Path | None:
+    """Where a remote lies that is a folder; DVC takes a relative path as relative to the file that says it."""
+    return Path(os.path.normpath(root / ".dvc" / remote.url)) if _is_folder(remote.url) else None
+
+
+def _in_folder(folder: str, names: list[str]) -> set[str] | None:
     if not os.path.isdir(folder):  # noqa: PTH112 - a string from here on: asked 80,000 times
         return None
     found = set[str]()
@@ -83,12 +87,18 @@ def _ask(root: Path, remote: Remote, names: list[str]) -> set[str] | None:
     """DVC's answer, from a process of its own: one that hangs must not hang a plan."""
     new = [name for name in names if not name.startswith(LEGACY)]
     old = [name.removeprefix(LEGACY) for name in names if name.startswith(LEGACY)]
+    found = ask_dvc(root, remote, _ASK, [new, old])
+    return None if found is None else {*found[0], *(LEGACY + name for name in found[1])}
+
+
+def ask_dvc(root: Path, remote: Remote, script: str, question: Any) -> Any:
+    """What a script that is given the remote's name says, as JSON; None, and said, when there is no answer in time."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _ASK, remote.name],
+            [sys.executable, "-c", script, remote.name],
             cwd=root,
             env=os.environ | {"DVC_NO_ANALYTICS": "1"},
-            input=json.dumps([new, old]),
+            input=json.dumps(question),
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
@@ -100,5 +110,4 @@ def _ask(root: Path, remote: Remote, names: list[str]) -> set[str] | None:
     if found is None:
         url = Secrets(root).out_of(remote.url)
         console.log(f"gc: remote {remote.name} ({url}) does not answer: what it has is unknown")
-        return None
-    return {*found[0], *(LEGACY + name for name in found[1])}
+    return found

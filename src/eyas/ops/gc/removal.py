@@ -11,6 +11,8 @@ from pathlib import Path
 
 from eyas.generations.listing import Situation
 from eyas.generations.reclaim import kept_places
+from eyas.generations.working import ring_holder
+from eyas.ops.gc.going import RING_OWNER
 from eyas.ops.gc.intent import Intent
 from eyas.plan.cache import cache_dir
 from eyas.shards.handover import HOME, RETIRED_MARK, SPOOL
@@ -42,7 +44,7 @@ def remove_names(root: Path, intent: Intent, found: Situation) -> Removal:
     """
     num_gone = num_changed = num_kept = 0
     denied: list[str] = []
-    taken_up, stays = set(_taken_up(root, intent)), kept_places(found)
+    taken_up, stays = {*_taken_up(root, intent), *_held_rings(root, intent)}, kept_places(found)
     bases = {folder: os.path.realpath(root / folder) for folder in {name[2] for name in intent.names}}
     folders: dict[str, str] = {}
     for path, generation, folder, *recorded in intent.names:
@@ -73,6 +75,11 @@ def _taken_up(root: Path, intent: Intent) -> Iterator[str]:
         is_mark = path == f"{folder}/{RETIRED_MARK}" and folder.startswith(f"{HOME / SPOOL}/")
         if is_mark and not (root / path).exists() and any((root / folder).glob("*.json*")):
             yield folder
+
+
+def _held_rings(root: Path, intent: Intent) -> set[str]:
+    """Rings that a process holds by now. None is taken after this look: a training first takes the lock that gc has."""
+    return {name[2] for name in intent.names if name[1].startswith(RING_OWNER)} if ring_holder(root) else set()
 
 
 def _remove_empty(root: Path, folders: dict[str, str]) -> None:

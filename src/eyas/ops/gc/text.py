@@ -11,7 +11,9 @@ from typing import Any
 from eyas.console import human_bytes, table
 from eyas.generations.generation import Generation
 from eyas.generations.revisions import PIN_PREFIX
+from eyas.generations.working import working_lines, working_values
 from eyas.ops.gc.groups import GroupRow
+from eyas.ops.gc.holdings import Holding, holding_values
 from eyas.ops.gc.plan import GcPlan
 
 MAX_LISTED = 20
@@ -32,6 +34,8 @@ def plan_values(plan: GcPlan) -> dict[str, Any]:
         "strays": {"num": len(plan.going.strays), "bytes": sum(s.size_bytes for s in plan.going.strays.values())},
         "names": [{"folder": folder, "num": num, "bytes": size} for folder, (num, size) in folders.items()],
         "held": asdict(plan.held),
+        "working": working_values(plan.working),
+        "remotes": [holding_values(one) for one in plan.holdings],
         "kept": [{"hash": g.hash, "name": g.name, "path": g.path, "why": _why(g)} for g in plan.kept],
         "refusals": [refusal._asdict() for refusal in plan.refusals],
         "warnings": list(plan.warnings),
@@ -56,6 +60,8 @@ def _parts(plan: GcPlan) -> Iterator[str]:
         yield _going_table(plan.rows)
         yield _names(plan)
     yield _kept_table(plan.kept)
+    yield "\n".join(working_lines(plan.working))
+    yield "\n\n".join(map(_holding, plan.holdings))
     if plan.held.num_files:
         yield (
             f"held by other names, outside eyas' lists or left in the workspace: {plan.held.num_files:,} of the files, "
@@ -84,10 +90,43 @@ def _going_table(rows: tuple[GroupRow, ...]) -> str:
         parts.append(table(cells, heads))
     if others:
         cells = [
-            (r.title, f"{r.num_objects:,}", human_bytes(r.stored_bytes), human_bytes(r.freed_bytes)) for r in others
-        ]
-        parts.append(table(cells, ("other objects that go", "number", "stored", "freed")))
+            (
+                r.title, f"{r.num_objects or r.num_names:,}", human_bytes(r.stored_bytes), human_bytes(r.freed_bytes),
+                _pushed(r) if r.num_objects else "-",
+            )
+            for r in others
+        ]  # fmt: skip
+        parts.append(table(cells, ("other objects that go", "number", "stored", "freed", "pushed")))
     return "\n\n".join(parts)
+
+
+def _holding(one: Holding) -> str:
+    """What a remote holds, and by which command of DVC's it would lose what nobody here needs."""
+    if not one.is_known:
+        return f"remote {one.remote}: what it holds, or what is in use, is not known"
+    unneeded = [*one.old, *([one.unnamed] if one.unnamed.num_objects else [])]
+    shares = [one.needed, *unneeded[:MAX_LISTED]]
+    cells = [(s.title, f"{s.num_objects:,}", human_bytes(s.num_bytes), s.last_named_by) for s in shares]
+    lines = [table(cells, (f"remote {one.remote} holds", "objects", "stored", "last named by"))]
+    if len(unneeded) > MAX_LISTED:
+        lines.append(f"and {len(unneeded) - MAX_LISTED} more")
+    if one.num_lost_lists:
+        lines.append(
+            f"of {one.num_lost_lists:,} folders of older commits the list is nowhere: their files count as named by no commit"
+        )
+    old, unnamed = one.commands
+    if unneeded:
+        lines.append(
+            "gc deletes on no remote: others may have pushed there what this clone has not fetched. If all is here:"
+        )
+    if one.unnamed.num_objects:
+        lines.append(
+            f"  {unnamed}    # {human_bytes(one.unnamed.num_bytes)} that no commit names, there and in the cache here"
+        )
+    if one.old:
+        size = human_bytes(one.old_bytes + one.unnamed.num_bytes)
+        lines.append(f"  {old}    # {size} that only older commits or none name: no `dvc pull` brings it back")
+    return "\n".join(lines)
 
 
 def _day(when_s: int) -> str:

@@ -69,6 +69,7 @@ def warnings(found: Situation, gone: Going, listed: Sequence[GroupRow]) -> Itera
             yield f"{count} named by no commit that is left ({human_bytes(row.stored_bytes)})"
         if row.title == REPORTS:
             yield "with these reports goes a shortcut: if dvc.lock is ever lost, the stages that made them run again"
+    yield from _wanted_rings(found)
     if gone.changed:
         yield (
             f"{len(gone.changed):,} names hold something else than was recorded and stay ({gone.changed[0]}); "
@@ -78,6 +79,15 @@ def warnings(found: Situation, gone: Going, listed: Sequence[GroupRow]) -> Itera
         yield "the file system compresses: what is freed can be less than the plan says"
     yield from _only_elsewhere(found, states)
     yield from _only_lost(found, states)
+
+
+def _wanted_rings(found: Situation) -> Iterator[str]:
+    for ring in found.working.idle:
+        if ring.is_wanted:
+            yield (
+                f"ring {ring.identity[:10]}: the training of data/plan.json would go on with it; without it, it captures "
+                f"{ring.num_shards:,} shards again"
+            )
 
 
 def _only_elsewhere(found: Situation, states: Sequence[GroupRow]) -> Iterator[str]:
