@@ -77,7 +77,7 @@ class ThreadCluster:
         else:
             self.workers[name].take(planned, samples)
 
-    def capture(self, name, samples):
+    def capture(self, name, samples, timeout_s):
         return self.workers[name].capture(samples)
 
     def dismiss(self, name):

@@ -1,8 +1,13 @@
 """The driver of a cluster and its workers, as threads here: the same bytes as a run without one, whatever happens."""
 
 import dataclasses
+import os
+import pickle
 import socket
+import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from extract_cases import Case, fake_engine
@@ -10,11 +15,14 @@ from ray_threads import ThreadCluster, fake_spec, flip
 
 from eyas import fs
 from eyas.contracts import EngineFacts, ShardManifest
+from eyas.engines.fake import FakeEngine
 from eyas.engines.loop import ExtractLimits, extract
 from eyas.engines.ray import cluster as adapter
 from eyas.engines.ray import driver
 from eyas.engines.ray.driver import RayExecutor
 from eyas.errors import CaptureError, ConfigError, DiskError, EyasError, ServerError, StoreError
+from eyas.plan.watch import Watch
+from eyas.shards import writer
 from eyas.shards.spool import Spool
 
 
@@ -52,6 +60,16 @@ def test_bytes_are_those_of_a_run_here(case, unbroken, on_threads, num_workers):
     assert not case.spool.exists()
 
 
+def test_a_worker_knows_what_it_is_told_before_torch_is_there(case, on_threads):
+    """Torch looks at ``OMP_NUM_THREADS`` once, and Ray sets it to the CPUs that it counts: other bytes than here."""
+    run_on(case)
+    read = "import pickle, sys; pickle.load(sys.stdin.buffer); import eyas.engines.ray.worker; sys.exit('torch' in sys.modules)"
+    told = pickle.dumps(on_threads.made[0].specs[0])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", read], env=environment, input=told, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_number_of_workers_is_a_knob(case, unbroken, on_threads, monkeypatch):
     monkeypatch.setenv("EYAS_RAY_WORKERS", "3")
     run_on(case)
@@ -74,6 +92,67 @@ def test_shards_of_lost_workers_are_made_by_others(case, unbroken, on_threads):
     _, executor = run_on(case)
     assert case.hashes() == unbroken
     assert executor.num_lost_workers == len(struck) == 3
+
+
+@pytest.fixture
+def hang(monkeypatch):
+    """The first engine that captures goes on only when the test ends; workers live and answer meanwhile."""
+    ended, is_taken, capture = threading.Event(), threading.Lock(), FakeEngine.capture
+
+    def captures(self, batch):
+        if is_taken.acquire(blocking=False):
+            ended.wait(20)
+            raise ServerError("the test has ended")
+        return capture(self, batch)
+
+    monkeypatch.setattr(FakeEngine, "capture", captures)
+    monkeypatch.setattr(ThreadCluster, "dismiss", lambda self, name: self.workers.pop(name))  # as a kill: at once
+    monkeypatch.setenv("EYAS_WATCHDOG_S", "1")
+    yield
+    ended.set()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_worker_that_answers_but_hangs_is_lost(case, unbroken, on_threads, hang, capfd, num_workers):
+    on_threads.num_places = num_workers
+    begin_s = time.monotonic()
+    _, executor = run_on(case)
+    assert case.hashes() == unbroken
+    assert executor.num_lost_workers == 1
+    assert (
+        "answers, but nothing went on there for 1 s, expected at most 1 s (EYAS_WATCHDOG_S)" in capfd.readouterr().err
+    )
+    assert time.monotonic() - begin_s < 15
+
+
+def test_an_engine_that_starts_and_a_slow_disk_are_no_hang(case, unbroken, on_threads, monkeypatch):
+    """A start takes as long as it takes, and a worker without work has nothing to move."""
+    monkeypatch.setenv("EYAS_WATCHDOG_S", "1")
+    monkeypatch.setenv("EYAS_WRITE_THREADS", "1")
+    monkeypatch.setattr(FakeEngine, "open", lambda self: time.sleep(2.5))
+    monkeypatch.setattr(writer, "LOOK_BYTES", 1000)
+    write, slow = Watch.write, []
+
+    def writes(self, path, num_left_bytes):
+        if not slow or path == slow[0]:  # one shard, and all wait for it
+            slow.append(path)
+            time.sleep(0.3)
+        write(self, path, num_left_bytes)
+
+    monkeypatch.setattr(Watch, "write", writes)
+    _, executor = run_on(case)
+    assert executor.num_lost_workers == 0
+    assert len(slow) > 4  # more than a second
+    assert case.hashes() == unbroken
+
+
+@pytest.mark.parametrize(
+    ("engine", "patience_s"), [("hf", 7), ("fake", 7), ("sglang", 2 * 7 + 50), ("vllm", 2 * 7 + 50)]
+)
+def test_an_engine_has_the_time_to_start_its_own_server_again(monkeypatch, engine, patience_s):
+    monkeypatch.setenv("EYAS_WATCHDOG_S", "7")
+    monkeypatch.setenv("EYAS_SGLANG_START_S", "50")
+    assert driver._patience_s(engine) == patience_s
 
 
 def test_a_shard_that_ends_every_worker_is_named_and_the_same_command_goes_on(case, unbroken, on_threads):
@@ -190,8 +269,6 @@ def test_a_node_that_does_not_see_the_volume_is_refused(case, on_threads, monkey
 
 
 def test_an_engine_that_opens_nowhere_ends_the_run_by_its_own_error(case, on_threads, monkeypatch):
-    from eyas.engines.fake import FakeEngine
-
     def closed(self):
         raise ServerError("no such device", "look at it")
 

@@ -152,15 +152,15 @@ class Cluster:
         """Hand a shard over. That it arrived shows by the worker's news."""
         self._hired[name].actor.take.remote(planned, list(samples))
 
-    def capture(self, name: str, samples: Sequence[TokenSample]) -> list[CapturedSample]:
+    def capture(self, name: str, samples: Sequence[TokenSample], timeout_s: float) -> list[CapturedSample]:
         """States of a few samples by a worker that is ready and makes no shards yet.
 
         Raises:
-            ServerError: It is lost.
+            ServerError: It is lost, or has not answered in time.
             CaptureError: As the engine says.
         """
         try:
-            return self._ray.get(self._hired[name].actor.capture.remote(list(samples)))
+            return self._ray.get(self._hired[name].actor.capture.remote(list(samples)), timeout=timeout_s)
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else error from error
         except self._ray.exceptions.RayError as error:

@@ -28,6 +28,7 @@ from eyas.engines.ray.cluster import Cluster
 from eyas.engines.ray.handout import Handout
 from eyas.engines.ray.spec import PROOF, EngineSpec, Lost, News, Ready, WorkerSpec
 from eyas.engines.ray.worker import THREADS, code_digest, kernel
+from eyas.engines.registry import SERVER_ENGINES
 from eyas.errors import EyasError, ServerError, StoreError
 from eyas.plan.watch import Watch
 from eyas.shards.opening import check_identity, read_header
@@ -38,6 +39,7 @@ WORKERS_VARIABLE, GPUS_VARIABLE = "EYAS_RAY_WORKERS", "EYAS_RAY_GPUS_PER_WORKER"
 OWN_VARIABLES = ("EYAS_RAY_ADDRESS", WORKERS_VARIABLE, GPUS_VARIABLE)
 MAX_FAILED_STARTS = 3
 """Workers in a row that were lost before their engine was open."""
+WATCHDOG_S, START_S = 300, 1800
 LOOK_S, SOON_S, HIRE_EVERY_S, WAIT_NOTE_S = 0.5, 0.02, 5.0, 60.0
 
 
@@ -98,6 +100,7 @@ class _Driver:
         self._facts, self._code = run.engine.describe(), code_digest()
         self._handout = Handout(run.left)
         self._gpus = config.knob(GPUS_VARIABLE, executor.engine.num_gpus) if executor.engine.num_gpus else 0
+        self._patience_s = _patience_s(executor.engine.name)
         self._ready: dict[str, Ready] = {}
         self._accepting: dict[Future[FinishedShard], tuple[str, str]] = {}
         self._nonce, self._num_hired, self._num_failed_starts = secrets.token_hex(3), 0, 0
@@ -183,6 +186,10 @@ class _Driver:
             self._accepting[accepted] = (name, finished.path)
         if what.error is not None:
             self._failed(name, what.error)
+        elif what.idle_s > self._patience_s:
+            self._cluster.dismiss(name)
+            reason = f"{name} answers, but nothing went on there for {what.idle_s:.0f} s, expected at most "
+            self._lose(name, f"{reason}{self._patience_s:.0f} s (EYAS_WATCHDOG_S)", None)
 
     def _begin(self, name: str, ready: Ready) -> None:
         found, expected = (ready.facts.name, ready.facts.version), (self._facts.name, self._facts.version)
@@ -203,7 +210,7 @@ class _Driver:
         )
         self._num_failed_starts = 0
         if not self._ready:
-            self._run.calibrate(_Borrowed(self._cluster, name, self._facts))
+            self._run.calibrate(_Borrowed(self._cluster, name, self._facts, self._patience_s))
         self._cluster.begin(name, self._run.scales_ND)
         self._ready[name] = ready
         self._executor.workers[name] = (time.monotonic(), ready)
@@ -283,8 +290,8 @@ class _Driver:
 class _Borrowed:
     """A worker's engine, for what the driver itself captures: the slice that a lossy codec is calibrated on."""
 
-    def __init__(self, cluster: Cluster, name: str, facts: EngineFacts) -> None:
-        self._cluster, self._name, self._facts = cluster, name, facts
+    def __init__(self, cluster: Cluster, name: str, facts: EngineFacts, patience_s: float) -> None:
+        self._cluster, self._name, self._facts, self._patience_s = cluster, name, facts, patience_s
 
     def announce(self, samples: Sequence[TokenSample]) -> None:
         """Nothing is computed ahead."""
@@ -297,7 +304,7 @@ class _Borrowed:
 
     def capture(self, batch: Sequence[TokenSample]) -> Iterator[CapturedSample]:
         """As the worker's engine does."""
-        return iter(self._cluster.capture(self._name, batch))
+        return iter(self._cluster.capture(self._name, batch, self._patience_s))
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[Generated]:
         """Never asked for."""
@@ -306,6 +313,16 @@ class _Borrowed:
     def describe(self) -> EngineFacts:
         """As the driver's engine does, which was compared with the worker's."""
         return self._facts
+
+
+def _patience_s(engine: str) -> int:
+    """Seconds in which a worker with work must begin, capture or write something.
+
+    Engines with a server watch it themselves: they need the time to notice that it hangs, to start another and to
+    capture a batch with that one. A worker's own start is not in it: nobody has work before it is ready.
+    """
+    watchdog_s = config.knob("EYAS_WATCHDOG_S", WATCHDOG_S)
+    return 2 * watchdog_s + config.knob("EYAS_SGLANG_START_S", START_S) if engine in SERVER_ENGINES else watchdog_s
 
 
 def _environment() -> dict[str, str]:

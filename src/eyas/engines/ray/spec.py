@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eyas.contracts import CaptureIdentity, EngineFacts, TargetIdentity, TokenSample
-from eyas.shards.writer import FinishedShard
+
+if TYPE_CHECKING:  # a worker reads its spec before its environment stands, and torch looks at that once
+    from eyas.shards.writer import FinishedShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,8 @@ class News:
     num_tokens: int = 0
     error: Exception | None = None
     """It ended by this; nothing more comes."""
+    idle_s: float = 0.0
+    """Since anything was begun, captured or written, while there is work."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,6 +62,7 @@ class Worker:
         self._error: Exception | None = None
         self._scales_ND: torch.Tensor | None = None
         self._may_begin = self._is_stopping = False
+        self._num_open, self._moved_s = 0, time.monotonic()
         self._thread = threading.Thread(target=self._work, name="worker", daemon=True)
         self._thread.start()
 
@@ -79,6 +80,7 @@ class Worker:
                 finished=tuple(self._finished),
                 num_tokens=self._num_tokens,
                 error=self._error,
+                idle_s=time.monotonic() - self._moved_s if self._num_open else 0.0,
             )
             self._ready, self._begun, self._finished, self._num_tokens = None, [], [], 0
             return found
@@ -96,6 +98,9 @@ class Worker:
     def take(self, planned: PlannedShard, samples: Sequence[TokenSample]) -> None:
         """Make this shard after those that were handed over before."""
         with self._wake:
+            if not self._num_open:
+                self._move()
+            self._num_open += 1
             self._inbox.append((planned, {sample.sample_id: sample for sample in samples}))
             self._unannounced += samples
             self._wake.notify_all()
@@ -168,7 +173,14 @@ class Worker:
             captured=self._captured,
             stored=(lambda done: self._stored(self._bring(states, done))) if own else self._stored,
         )
-        watch = Watch(states, 0 if own else spec.reserve_bytes, spec.payload_ratio)
+        move = self._move
+
+        class Noted(Watch):
+            def write(self, path: str, num_left_bytes: int) -> None:
+                move()
+                super().write(path, num_left_bytes)
+
+        watch = Noted(states, 0 if own else spec.reserve_bytes, spec.payload_ratio)
         pipeline = Pipeline(
             spec.capture,
             spec.hidden_size,
@@ -204,24 +216,32 @@ class Worker:
         if new:
             self._engine.announce(new)
 
+    def _move(self) -> None:
+        """Something goes on; from any thread."""
+        self._moved_s = time.monotonic()
+
     def _has_begun(self, planned: PlannedShard) -> None:
         with self._wake:
+            self._move()
             self._begun.append(planned.path)
             self._wake.notify_all()
 
     def _captured(self, num_tokens: int) -> None:
         with self._wake:
+            self._move()
             self._num_tokens += num_tokens
 
     def _stored(self, finished: FinishedShard) -> None:
         with self._wake:
+            self._move()
+            self._num_open -= 1
             self._finished.append(finished)
             self._wake.notify_all()
 
     def _bring(self, states: Path, finished: FinishedShard) -> FinishedShard:
         """Copy a shard from the node's disk to the shared volume, hashed on the way."""
         if finished.entry is not None:
-            copy_shard(states / finished.path, self._spec.incoming / finished.path, finished.entry.md5)
+            copy_shard(states / finished.path, self._spec.incoming / finished.path, finished.entry.md5, self._move)
             (states / finished.path).unlink()
         return finished
 
@@ -235,8 +255,8 @@ def _sendable(error: Exception) -> Exception:
     return RuntimeError("".join(traceback.format_exception(error)).strip())
 
 
-def copy_shard(source: Path, target: Path, md5: str) -> None:
-    """Copy a shard's file; it appears whole or not at all.
+def copy_shard(source: Path, target: Path, md5: str, moved: Callable[[], None] = lambda: None) -> None:
+    """Copy a shard's file; it appears whole or not at all. ``moved`` is called after each few MiB.
 
     Raises:
         StoreError: What was read is not what was written.
@@ -250,6 +270,7 @@ def copy_shard(source: Path, target: Path, md5: str) -> None:
         while piece := read.read(COPY_BYTES):
             hasher.update(piece)
             fs.write_all(handle, [piece])
+            moved()
         if hasher.hexdigest() != md5:
             raise StoreError(
                 f"{source} has md5 {hasher.hexdigest()}, expected {md5}", f"look at that disk: df {source}"
