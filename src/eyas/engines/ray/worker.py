@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from eyas.contracts import PlannedShard, TokenSample
     from eyas.engines.base import CapturedSample, Engine
     from eyas.engines.pipeline import Work
-    from eyas.engines.ray.spec import News, Ready, WorkerSpec
+    from eyas.engines.ray.spec import EngineSpec, News, Ready, WorkerSpec
     from eyas.shards.writer import FinishedShard
 
 SPOOL_VARIABLE = "EYAS_RAY_SPOOL"
@@ -116,6 +116,7 @@ class Worker:
     def _work(self) -> None:
         try:
             _settle_in(self._spec)
+            _check_target(self._spec.engine)
             self._engine = _engine(self._spec)
             with contextlib.closing(self._engine):
                 ready = self._open()
@@ -314,6 +315,14 @@ def _settle_in(spec: WorkerSpec) -> None:
         f"node {socket.gethostname()} does not see {spec.incoming} as the driver does",
         "driver and workers need the volume of the repository under the same path on every node",
     )
+
+
+def _check_target(engine: EngineSpec) -> None:
+    """This node's files, before anything is computed with them."""
+    from eyas.target.copies import check_copy
+
+    if engine.folder is not None:
+        check_copy(engine.target, engine.folder)
 
 
 def _engine(spec: WorkerSpec) -> Engine:
