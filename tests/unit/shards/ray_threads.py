@@ -6,7 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from extract_cases import Case, fake_engine
+
 from eyas.contracts import PlannedShard, TokenSample
+from eyas.engines.loop import ExtractLimits, ExtractResult, extract
+from eyas.engines.ray.driver import RayExecutor
 from eyas.engines.ray.spec import EngineSpec, Lost, News, WorkerSpec
 from eyas.engines.ray.worker import Worker
 from fake_target import make_target
@@ -82,6 +86,15 @@ class ThreadCluster:
 
     def dismiss(self, name):
         self.workers.pop(name).stop()
+
+
+def run_on(case: Case, *, max_failed: int = 0, reserve_bytes: int = 0, **changes) -> tuple[ExtractResult, RayExecutor]:
+    """Extract with workers whose engine differs so from the fake one."""
+    executor = RayExecutor(fake_spec(**changes))
+    limits = ExtractLimits(max_failed_samples=max_failed, reserve_bytes=reserve_bytes)
+    places = {"out": case.out, "manifest_path": case.manifest_path, "home": case.home}
+    result = extract(case.plan, case.tokens, fake_engine(), limits, **places, executor=executor)
+    return result, executor
 
 
 def flip(path: Path) -> None:

@@ -16,6 +16,7 @@ from ray_threads import fake_spec
 from eyas.engines.loop import ExtractLimits, extract
 from eyas.engines.ray.driver import RayExecutor
 from eyas.engines.ray.handout import Handout
+from eyas.engines.ray.node_disk import own_folder
 
 pytest.importorskip("ray", reason="`make test-ray` installs Ray and runs these")
 pytestmark = pytest.mark.timeout(300)
@@ -82,7 +83,9 @@ class _Oldest(random.Random):
 
 
 def test_nodes_and_workers_are_killed_and_join(tmp_path, whole, nodes, monkeypatch):
+    """On the nodes' own disk, where nobody holds what the killed ones left."""
     monkeypatch.setenv("EYAS_RAY_WORKERS", "4")
+    monkeypatch.setenv("EYAS_RAY_SPOOL", str(tmp_path / "node"))
     case, executor = large_case(tmp_path), RayExecutor(fake_spec())
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run_on, case, executor)
@@ -100,6 +103,8 @@ def test_nodes_and_workers_are_killed_and_join(tmp_path, whole, nodes, monkeypat
         running.result()
     assert executor.num_lost_workers >= 2
     assert case.hashes() == whole
+    with own_folder(tmp_path / "node", "next") as folder:
+        assert [path for path in folder.parent.iterdir() if path.is_dir()] == [folder]
 
 
 @pytest.mark.parametrize(

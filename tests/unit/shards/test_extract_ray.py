@@ -1,56 +1,29 @@
 """The driver of a cluster and its workers, as threads here: the same bytes as a run without one, whatever happens."""
 
 import dataclasses
-import hashlib
 import os
 import pickle
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 
 import pytest
 from extract_cases import Case, fake_engine
-from ray_threads import ThreadCluster, fake_spec, flip
+from ray_threads import ThreadCluster, fake_spec, flip, run_on
 
 from eyas import fs
-from eyas.contracts import EngineFacts, ShardManifest
+from eyas.contracts import ShardManifest
 from eyas.engines.fake import FakeEngine
 from eyas.engines.loop import ExtractLimits, extract
 from eyas.engines.ray import cluster as adapter
 from eyas.engines.ray import driver
 from eyas.engines.ray.driver import RayExecutor
-from eyas.errors import CaptureError, ConfigError, DiskError, EyasError, ServerError, StoreError, TargetError
+from eyas.errors import CaptureError, ConfigError, DiskError, EyasError, ServerError
 from eyas.plan.watch import Watch
 from eyas.shards import writer
 from eyas.shards.spool import Spool
-from eyas.target import store
-from fake_target import make_target
-
-
-@pytest.fixture
-def on_threads(monkeypatch):
-    """Clusters of threads; gives those that were made."""
-    made: list[ThreadCluster] = []
-
-    class Noted(ThreadCluster):
-        def __init__(self):
-            super().__init__()
-            made.append(self)
-
-    monkeypatch.setattr(driver, "Cluster", Noted)
-    Noted.made = made
-    return Noted
-
-
-def run_on(case: Case, *, max_failed: int = 0, **changes):
-    executor = RayExecutor(fake_spec(**changes))
-    limits = ExtractLimits(max_failed_samples=max_failed, reserve_bytes=0)
-    places = {"out": case.out, "manifest_path": case.manifest_path, "home": case.home}
-    result = extract(case.plan, case.tokens, fake_engine(), limits, **places, executor=executor)
-    return result, executor
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
@@ -224,108 +197,6 @@ def test_a_shard_that_is_damaged_on_the_way_is_made_again(case, unbroken, on_thr
     run_on(case)
     assert len(damaged) == 2
     assert case.hashes() == unbroken
-
-
-def test_a_node_s_own_disk_comes_first_when_it_is_named(case, unbroken, on_threads, monkeypatch, tmp_path):
-    monkeypatch.setenv("EYAS_RAY_SPOOL", str(tmp_path / "node"))
-    seen = []
-    monkeypatch.setattr(
-        driver, "verify_file", lambda path, entry, identity: seen.append(entry.path) or (None, [])
-    )  # a copy is read through
-    run_on(case)
-    assert case.hashes() == unbroken
-    assert sorted(seen) == [shard.path for shard in case.plan.shards]
-    assert not list((tmp_path / "node").iterdir())
-
-
-def test_a_node_with_another_engine_is_refused(case, on_threads):
-    def edit(name, news):
-        if news.ready is None:
-            return news
-        facts = EngineFacts(name="fake", version="2", options={}, deterministic=True)
-        return dataclasses.replace(news, ready=dataclasses.replace(news.ready, host="node-7", facts=facts))
-
-    on_threads.edit = staticmethod(edit)
-    with pytest.raises(StoreError, match="node node-7 has the engine fake 2, the plan was made for fake 1"):
-        run_on(case)
-
-
-def test_a_node_with_another_eyas_is_refused(case, on_threads):
-    """Somebody pulled while a run went on: a worker that was hired later would write other bytes."""
-
-    def edit(name, news):
-        return dataclasses.replace(news, ready=news.ready and dataclasses.replace(news.ready, host="n7", code="other"))
-
-    on_threads.edit = staticmethod(edit)
-    with pytest.raises(StoreError, match="node n7 runs another eyas"):
-        run_on(case)
-
-
-@pytest.fixture
-def files(tmp_path, monkeypatch):
-    """A target's folder, its identity, and the paths that were hashed since."""
-    folder, hashed, hash_file = tmp_path / "targets/weights", [], fs.hash_file
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 40)
-    target = dataclasses.replace(make_target(), files=fs.tree_digests(folder))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(fs, "hash_file", lambda path, *more: hashed.append(path.name) or hash_file(path, *more))
-    return folder, target, hashed
-
-
-def test_the_target_s_files_of_a_node_are_hashed_once(case, unbroken, on_threads, files):
-    folder, target, hashed = files
-    run_on(case, folder=folder, target=target)
-    assert len(on_threads.made[0].specs) == 2
-    of_target = [name for name in hashed if not name.endswith(".py")]
-    assert sorted(of_target) == ["config.json", "model.safetensors"]
-    assert case.hashes() == unbroken
-
-
-def test_files_as_the_fetch_left_them_are_not_hashed(case, on_threads, files):
-    folder, target, hashed = files
-    stamps = store.stamps(target, folder)
-    fs.write_record(
-        folder.with_suffix(".json"), store.FetchedTarget(request="", identity=target, stamps=stamps)
-    )  # as the volume of the fetch has it
-    run_on(case, folder=folder, target=target)
-    assert not [name for name in hashed if not name.endswith(".py")]
-
-
-@pytest.mark.parametrize("fault", ["another revision", "half copied", "missing"])
-def test_a_node_with_other_files_of_the_target_is_refused_before_anything_is_captured(
-    case, on_threads, files, monkeypatch, fault
-):
-    folder, target, _ = files
-    path, digest = folder / "model.safetensors", target.files[1]
-    if fault == "another revision":
-        flip(path)
-        said = f"has SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()}, expected {digest.sha256}"
-    elif fault == "half copied":
-        path.write_bytes(path.read_bytes()[:5000])
-        said = "has 5,000 bytes, expected 10,240"
-    else:
-        path.unlink()
-        said = "is missing"
-    opened = []
-    monkeypatch.setattr(FakeEngine, "open", opened.append)
-    with pytest.raises(TargetError) as caught:
-        run_on(case, folder=folder, target=target)
-    assert caught.value.message == f"node {socket.gethostname()}: {folder}: model.safetensors {said}"
-    assert not opened
-    assert not case.spool.exists()
-
-
-def test_a_node_that_does_not_see_the_volume_is_refused(case, on_threads, monkeypatch):
-    hire = on_threads.hire
-
-    def elsewhere(self, spec, gpus):
-        hire(self, dataclasses.replace(spec, incoming=case.root / "not/there"), gpus)
-
-    monkeypatch.setattr(on_threads, "hire", elsewhere)
-    with pytest.raises(StoreError, match="does not see"):
-        run_on(case)
 
 
 def test_an_engine_that_opens_nowhere_ends_the_run_by_its_own_error(case, on_threads, monkeypatch):

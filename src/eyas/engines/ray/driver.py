@@ -29,7 +29,7 @@ from eyas.engines.ray.handout import Handout
 from eyas.engines.ray.spec import PROOF, EngineSpec, Lost, News, Ready, WorkerSpec
 from eyas.engines.ray.worker import THREADS, code_digest, kernel
 from eyas.engines.registry import SERVER_ENGINES
-from eyas.errors import EyasError, ServerError, StoreError
+from eyas.errors import DiskError, EyasError, ServerError, StoreError
 from eyas.plan.watch import Watch
 from eyas.shards.opening import check_identity, read_header
 from eyas.shards.verify import verify_file
@@ -218,9 +218,10 @@ class _Driver:
     def _failed(self, name: str, error: Exception) -> None:
         """A worker ended by an error: a server's and an unknown one may be its node's alone, others are everybody's."""
         if isinstance(error, EyasError) and not isinstance(error, ServerError):
-            host = self._ready[name].host if name in self._ready else "its node"
-            console.log(f"extract: worker {name} on {host} ended by an error")
-            raise error
+            host = self._ready[name].host if name in self._ready else ""
+            console.log(f"extract: worker {name} on {host or 'its node'} ended by an error")
+            is_local = isinstance(error, DiskError) and host
+            raise DiskError(f"node {host}: {error.message}", error.hint) if is_local else error
         self._cluster.dismiss(name)
         self._lose(name, f"{name}: {error.message if isinstance(error, EyasError) else error}", error)
 

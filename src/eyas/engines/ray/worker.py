@@ -4,23 +4,24 @@
            ◀── news() ─────────────── finished, begun, tokens, an error
 
 The class knows nothing of Ray: an actor of Ray's runs it. Nothing here imports torch before the environment stands.
-With ``EYAS_RAY_SPOOL`` a shard is written on the node's own disk first and then copied to the shared volume.
+With ``EYAS_RAY_SPOOL`` a shard is written on the node's own disk first and then copied to the shared volume, see
+``node_disk``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import shutil
 import socket
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from eyas.engines.ray.node_disk import SPOOL_VARIABLE, WorkerWatch, copy_shard, own_folder
 
 if TYPE_CHECKING:
     import torch
@@ -31,11 +32,9 @@ if TYPE_CHECKING:
     from eyas.engines.ray.spec import EngineSpec, News, Ready, WorkerSpec
     from eyas.shards.writer import FinishedShard
 
-SPOOL_VARIABLE = "EYAS_RAY_SPOOL"
 THREADS = "OMP_NUM_THREADS"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 JOIN_S = 15.0
-COPY_BYTES = 8 << 20
 
 
 class _StoppedError(Exception):
@@ -118,13 +117,13 @@ class Worker:
             _settle_in(self._spec)
             _check_target(self._spec.engine)
             self._engine = _engine(self._spec)
-            with contextlib.closing(self._engine):
+            with _states(self._spec) as states, contextlib.closing(self._engine):
                 ready = self._open()
                 with self._wake:
                     self._ready = ready
                     self._wake.notify_all()
                     self._wake.wait_for(lambda: self._may_begin or self._is_stopping)
-                self._make_shards()
+                self._make_shards(states)
         except _StoppedError:
             pass
         except Exception as error:  # noqa: BLE001 - whatever it is, the driver decides
@@ -161,27 +160,17 @@ class Worker:
             start_s=time.monotonic() - start_s,
         )
 
-    def _make_shards(self) -> None:
+    def _make_shards(self, states: Path) -> None:
         from eyas.engines.pipeline import Pipeline, Told
-        from eyas.plan.watch import Watch
 
         spec, own = self._spec, os.environ.get(SPOOL_VARIABLE, "")
-        states = Path(own) / f"{spec.capture.digest[:16]}-{spec.name}" if own else spec.incoming
-        states.mkdir(parents=True, exist_ok=True)
         told = Told(
             begun=self._has_begun,
             looked=self._announce,
             captured=self._captured,
             stored=(lambda done: self._stored(self._bring(states, done))) if own else self._stored,
         )
-        move = self._move
-
-        class Noted(Watch):
-            def write(self, path: str, num_left_bytes: int) -> None:
-                move()
-                super().write(path, num_left_bytes)
-
-        watch = Noted(states, 0 if own else spec.reserve_bytes, spec.payload_ratio)
+        watch = WorkerWatch(states, spec.reserve_bytes, spec.payload_ratio, moved=self._move, own=own)
         pipeline = Pipeline(
             spec.capture,
             spec.hidden_size,
@@ -192,12 +181,8 @@ class Worker:
             scales_ND=self._scales_ND,
             max_failed_samples=spec.max_failed_samples,
         )
-        try:
-            with pipeline:
-                pipeline.run(self._shards())
-        finally:
-            if own:
-                shutil.rmtree(states, ignore_errors=True)
+        with pipeline:
+            pipeline.run(self._shards())
 
     def _shards(self) -> Iterator[Work]:
         while True:
@@ -256,28 +241,6 @@ def _sendable(error: Exception) -> Exception:
     return RuntimeError("".join(traceback.format_exception(error)).strip())
 
 
-def copy_shard(source: Path, target: Path, md5: str, moved: Callable[[], None] = lambda: None) -> None:
-    """Copy a shard's file; it appears whole or not at all. ``moved`` is called after each few MiB.
-
-    Raises:
-        StoreError: What was read is not what was written.
-        DiskError: The volume is full.
-    """
-    from eyas import fs
-    from eyas.errors import StoreError
-
-    hasher = hashlib.md5(usedforsecurity=False)
-    with open(source, "rb") as read, fs.atomic_writer(target) as handle:
-        while piece := read.read(COPY_BYTES):
-            hasher.update(piece)
-            fs.write_all(handle, [piece])
-            moved()
-        if hasher.hexdigest() != md5:
-            raise StoreError(
-                f"{source} has md5 {hasher.hexdigest()}, expected {md5}", f"look at that disk: df {source}"
-            )
-
-
 def kernel() -> str:
     """Names the kernel that runs here."""
     return BOOT_ID.read_text().strip()
@@ -315,6 +278,14 @@ def _settle_in(spec: WorkerSpec) -> None:
         f"node {socket.gethostname()} does not see {spec.incoming} as the driver does",
         "driver and workers need the volume of the repository under the same path on every node",
     )
+
+
+def _states(spec: WorkerSpec) -> contextlib.AbstractContextManager[Path]:
+    """Where this worker writes its shards: on its node's own disk, or where the driver takes them from."""
+    own = os.environ.get(SPOOL_VARIABLE)
+    if own:
+        return own_folder(Path(own), f"{spec.capture.digest[:16]}-{spec.name}")
+    return contextlib.nullcontext(spec.incoming)
 
 
 def _check_target(engine: EngineSpec) -> None:
