@@ -11,8 +11,9 @@ from extract_cases import Case, fake_engine
 from eyas.contracts import PlannedShard, TokenSample
 from eyas.engines.loop import ExtractLimits, ExtractResult, extract
 from eyas.engines.ray.driver import RayExecutor
-from eyas.engines.ray.spec import EngineSpec, Lost, News, WorkerSpec
+from eyas.engines.ray.spec import Lost, News, WorkerSpec
 from eyas.engines.ray.worker import Worker
+from eyas.engines.registry import EngineSpec
 from fake_target import make_target
 
 Strike = Callable[["ThreadCluster", str, PlannedShard], bool]

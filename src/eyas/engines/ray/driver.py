@@ -26,9 +26,9 @@ from eyas.engines.loop import Run
 from eyas.engines.pipeline import check_failures, num_writers
 from eyas.engines.ray.cluster import Cluster
 from eyas.engines.ray.handout import Handout
-from eyas.engines.ray.spec import PROOF, EngineSpec, Lost, News, Ready, WorkerSpec
+from eyas.engines.ray.spec import PROOF, Lost, News, Ready, WorkerSpec
 from eyas.engines.ray.worker import THREADS, code_digest, kernel
-from eyas.engines.registry import SERVER_ENGINES
+from eyas.engines.registry import SERVER_ENGINES, EngineSpec
 from eyas.errors import DiskError, EyasError, ServerError, StoreError
 from eyas.plan.watch import Watch
 from eyas.shards.opening import check_identity, read_header
@@ -57,15 +57,16 @@ class RayExecutor:
 
     Args:
         engine: What each worker hosts.
+        probe: Samples by which each engine is judged when it is open.
     """
 
-    def __init__(self, engine: EngineSpec) -> None:
+    def __init__(self, engine: EngineSpec, probe: Sequence[TokenSample] = ()) -> None:
         if os.environ.get("EYAS_SGLANG_URL"):
             raise ServerError(
                 "EYAS_SGLANG_URL names one running server, and extract.executor is ray: each worker starts its own",
                 "unset EYAS_SGLANG_URL, or set extract.executor=local",
             )
-        self.engine = engine
+        self.engine, self.probe = engine, tuple(probe)
         self.finishes: list[Finish] = []
         self.workers: dict[str, tuple[float, Ready]] = {}
         """Every worker that was ever ready, and when it became so; for measurements."""
@@ -149,6 +150,7 @@ class _Driver:
         return WorkerSpec(
             name=name,
             engine=self._executor.engine,
+            probe=self._executor.probe,
             capture=run.plan.capture,
             hidden_size=run.plan.hidden_size,
             longest_tokens=max(sample.num_tokens for shard in run.plan.shards for sample in shard.samples),

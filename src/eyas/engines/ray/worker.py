@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from eyas.contracts import PlannedShard, TokenSample
     from eyas.engines.base import CapturedSample, Engine
     from eyas.engines.pipeline import Work
-    from eyas.engines.ray.spec import EngineSpec, News, Ready, WorkerSpec
+    from eyas.engines.ray.spec import News, Ready, WorkerSpec
+    from eyas.engines.registry import EngineSpec
     from eyas.shards.writer import FinishedShard
 
 THREADS = "OMP_NUM_THREADS"
@@ -114,10 +115,11 @@ class Worker:
 
     def _work(self) -> None:
         try:
-            _settle_in(self._spec)
-            _check_target(self._spec.engine)
-            self._engine = _engine(self._spec)
-            with _states(self._spec) as states, contextlib.closing(self._engine):
+            spec = self._spec
+            _settle_in(spec)
+            _check_target(spec.engine)
+            self._engine = spec.engine.make(longest_tokens=spec.longest_tokens, label=f"{spec.name}-")
+            with _states(spec) as states, contextlib.closing(self._engine):
                 ready = self._open()
                 with self._wake:
                     self._ready = ready
@@ -136,13 +138,13 @@ class Worker:
 
         spec, engine, start_s = self._spec, self._engine, time.monotonic()
         engine.open()
-        if spec.engine.probe:
+        if spec.probe:
             from eyas.engines.check_start import check_start
 
             assert spec.engine.folder is not None
             check_start(
                 engine,
-                spec.engine.probe,
+                spec.probe,
                 spec.engine.target,
                 spec.engine.folder,
                 spec.engine.boundaries,
@@ -294,21 +296,3 @@ def _check_target(engine: EngineSpec) -> None:
 
     if engine.folder is not None:
         check_copy(engine.target, engine.folder)
-
-
-def _engine(spec: WorkerSpec) -> Engine:
-    from eyas.engines.registry import make_engine
-
-    engine = spec.engine
-    return make_engine(
-        engine.name,
-        target=engine.target,
-        folder=engine.folder,
-        boundaries=engine.boundaries,
-        dtype=engine.dtype,
-        device=engine.device,
-        options=engine.options,
-        trust_remote_code=engine.trust_remote_code,
-        longest_tokens=spec.longest_tokens,
-        label=f"{spec.name}-",
-    )

@@ -27,11 +27,9 @@ from typing import Any
 from eyas import config, console, fs
 from eyas.canonical import digest
 from eyas.contracts import CapturePlan, TargetIdentity, TokenSample
-from eyas.engines.base import Engine
 from eyas.engines.loop import Executor, ExtractLimits, Run, extract, here
 from eyas.engines.ray.driver import WORKERS_VARIABLE, RayExecutor
-from eyas.engines.ray.spec import EngineSpec
-from eyas.engines.registry import make_engine
+from eyas.engines.registry import EngineSpec
 from eyas.ops.bench.random_target import identity
 from eyas.ops.bench.ray_nodes import Nodes
 from eyas.plan.build import build_plan
@@ -55,21 +53,13 @@ class Case:
     tokens: Mapping[str, TokenSample]
     spec: EngineSpec
 
-    def engine(self) -> Engine:
-        """Not open."""
-        spec = self.spec
-        return make_engine(
-            spec.name, target=spec.target, folder=spec.folder, boundaries=spec.boundaries, dtype=spec.dtype,
-            options=spec.options, device=spec.device,
-        )  # fmt: skip
-
     def run(self, folder: Path, executor: Executor | None) -> str:
         """Extract below a folder; gives the hash of every published byte, and removes them."""
         shutil.rmtree(folder, ignore_errors=True)
         out, manifest = folder / "data/hidden_states", folder / "data/hidden_states.json"
         limits = ExtractLimits(reserve_bytes=1 << 30, max_failed_samples=0)
         extract(
-            self.plan, self.tokens, self.engine(), limits, out=out, manifest_path=manifest, home=folder / ".eyas",
+            self.plan, self.tokens, self.spec.make(), limits, out=out, manifest_path=manifest, home=folder / ".eyas",
             executor=executor,
         )  # fmt: skip
         found = digest([fs.tree_digests(out), fs.hash_file(manifest)])
@@ -115,8 +105,7 @@ def _case(
 ) -> Case:
     lengths = [(name, len(sample.input_ids)) for name, sample in tokens.items()]
     num_states = (len(spec.boundaries) + 1) * spec.target.hidden_size
-    half = Case(template, tokens, spec)
-    facts = half.engine().describe()
+    facts = spec.make().describe()
     capture = dataclasses.replace(
         template.capture, target=spec.target.digest, tokens=digest(lengths), boundaries=spec.boundaries, codec="blosc2",
         engine=facts.name, engine_version=facts.version, engine_options=facts.options, batch_tokens=batch_tokens,
