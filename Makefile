@@ -259,7 +259,8 @@ test-vllm: $(READY_DEV) $(READY_VLLM) ## A real vLLM on this CPU, some minutes; 
 test-remotes: $(READY_REMOTES) ## States on a real S3 server on this machine, and on a shared folder; 60 MB the first time
 	pytest tests/unit/shards/test_remotes.py $(ARGS)
 test-ray: $(READY_RAY) ## A real Ray cluster on this machine: 1, 2 and 4 workers, killed ones, nodes and drivers; 100 MB the first time, two minutes
-	pytest tests/unit/shards/test_extract_on_ray.py tests/unit/shards/test_extract_ray.py tests/unit/shards/test_extract_ray_nodes.py $(ARGS)
+	pytest tests/unit/shards/test_extract_on_ray.py tests/unit/shards/test_extract_ray.py tests/unit/shards/test_extract_ray_nodes.py \
+	  tests/unit/ops/test_bench_scale_ray.py $(ARGS)
 test-gpu: $(READY_DEV) ## What needs an NVIDIA GPU; TORCH= names a build of torch for it
 	pytest -m gpu $(ARGS)
 test-kernels: $(READY_DEV) $(TRITON) ## The GPU kernels against torch, in Triton's interpreter; 290 MB the first time
