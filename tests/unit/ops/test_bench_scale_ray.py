@@ -37,7 +37,8 @@ def test_a_turn_with_ray_and_one_without_are_measured(monkeypatch, tmp_path):
     *_, found = scale_overhead.overhead(tmp_path / "work", tmp_path, 1, 1)
     here, there = found["overhead_rows"]
     assert here["daemons_cpu_s"] == 0
-    assert min(there["wall_s"], there["cpu_s"], there["daemons_cpu_s"], here["wall_s"], here["cpu_s"]) > 0
+    assert there["daemons_cpu_s"] >= 0
+    assert min(there["wall_s"], there["cpu_s"], here["wall_s"], here["cpu_s"]) > 0
     assert there["start_s"] > here["start_s"]
     assert not (tmp_path / "work").exists()
     json.dumps(found)

@@ -24,7 +24,7 @@ from eyas.conversations.generation import Generated, GenerateRequest
 from eyas.engines.base import CapturedSample
 from eyas.engines.loop import Run
 from eyas.engines.pipeline import check_failures, num_writers
-from eyas.engines.ray.cluster import Cluster
+from eyas.engines.ray.cluster import START_S, WATCHDOG_S, Cluster
 from eyas.engines.ray.handout import Handout
 from eyas.engines.ray.spec import PROOF, Lost, News, Ready, WorkerSpec
 from eyas.engines.ray.worker import THREADS, code_digest, kernel
@@ -39,7 +39,6 @@ WORKERS_VARIABLE, GPUS_VARIABLE = "EYAS_RAY_WORKERS", "EYAS_RAY_GPUS_PER_WORKER"
 OWN_VARIABLES = ("EYAS_RAY_ADDRESS", WORKERS_VARIABLE, GPUS_VARIABLE)
 MAX_FAILED_STARTS = 3
 """Workers in a row that were lost before their engine was open."""
-WATCHDOG_S, START_S = 300, 1800
 LOOK_S, SOON_S, HIRE_EVERY_S, WAIT_NOTE_S = 0.5, 0.02, 5.0, 60.0
 
 

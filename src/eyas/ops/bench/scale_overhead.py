@@ -28,20 +28,31 @@ TICK_S = 1.0
 
 @dataclass(slots=True)
 class _Meter:
-    """CPU seconds of this process and its workers, of Ray's own processes and of all of the machine, noted all the while."""
+    """CPU seconds of every process of ours and of all of the machine, noted all the while."""
 
-    notes: list[tuple[float, tuple[float, float, float]]] = field(default_factory=list)
+    notes: list[tuple[float, dict[int, float], float]] = field(default_factory=list)
+    """When; by process, also of those that have ended; of the machine."""
+    working: set[int] = field(default_factory=lambda: {os.getpid()})
+    """This process and those that are workers by now; the others are Ray's own."""
     ended: threading.Event = field(default_factory=threading.Event)
 
     def work(self) -> None:
+        known: dict[int, float] = {}
         while not self.ended.wait(TICK_S):
-            self.notes.append((time.monotonic(), (*_tree_cpu_s(os.getpid()), _machine_cpu_s())))
+            now = _tree_cpu_s(os.getpid())
+            known = known | now
+            self.working |= {pid for pid in now if b"ray::Worker" in _command(pid)}
+            self.notes.append((time.monotonic(), known, _machine_cpu_s()))
 
     def between(self, begin_s: float, end_s: float) -> dict[str, float]:
         """CPU seconds from one moment to another."""
-        begin, end = (min(self.notes, key=lambda note: abs(note[0] - at_s))[1] for at_s in (begin_s, end_s))
-        own_s, daemons_s, all_s = (after - before for before, after in zip(begin, end, strict=True))
-        return {"cpu_s": own_s, "daemons_cpu_s": daemons_s, "others_cpu_s": all_s - own_s - daemons_s}
+        (_, begin, all_begin), (_, end, all_end) = (
+            min(self.notes, key=lambda note: abs(note[0] - at_s)) for at_s in (begin_s, end_s)
+        )
+        took = {pid: cpu_s - begin.get(pid, 0.0) for pid, cpu_s in end.items()}
+        own_s = sum(cpu_s for pid, cpu_s in took.items() if pid in self.working)
+        daemons_s = sum(took.values()) - own_s
+        return {"cpu_s": own_s, "daemons_cpu_s": daemons_s, "others_cpu_s": all_end - all_begin - own_s - daemons_s}
 
 
 def _machine_cpu_s() -> float:
@@ -50,8 +61,8 @@ def _machine_cpu_s() -> float:
     return sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
 
 
-def _tree_cpu_s(root: int) -> tuple[float, float]:
-    """Of a process and the workers below it, and of everything else below it: Ray's own processes."""
+def _tree_cpu_s(root: int) -> dict[int, float]:
+    """Of a process and of each one below it."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -60,14 +71,12 @@ def _tree_cpu_s(root: int) -> tuple[float, float]:
         except OSError:
             continue
         pid = int(stat.parent.name)
-        parents[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))
+        parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
     below, grew = {root}, True
     while grew:
         more = {pid for pid, parent in parents.items() if parent in below} - below
         below, grew = below | more, bool(more)
-    working = {pid for pid in below if pid == root or b"ray::Worker" in _command(pid)}
-    second = os.sysconf("SC_CLK_TCK")
-    return tuple(sum(ticks.get(pid, 0) for pid in pids) / second for pids in (working, below - working))  # type: ignore[return-value]
+    return {pid: ticks[pid] / os.sysconf("SC_CLK_TCK") for pid in below}
 
 
 def _command(pid: int) -> bytes:
