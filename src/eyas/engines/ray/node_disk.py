@@ -71,13 +71,15 @@ class WorkerWatch(Watch):
     """Guards the reserve where a worker writes; each look also shows that it goes on.
 
     Args:
+        folder: Any on the volume.
+        reserve_bytes: Must stay free.
+        ratio: Expected bytes of a shard's states by its payload.
         moved: Told of every look.
         own: What ``EYAS_RAY_SPOOL`` names; empty on the shared volume.
-        more: As ``Watch`` takes it.
     """
 
-    def __init__(self, *more: object, moved: Callable[[], None], own: str) -> None:
-        super().__init__(*more)  # type: ignore[arg-type]
+    def __init__(self, folder: Path, reserve_bytes: int, ratio: float, *, moved: Callable[[], None], own: str) -> None:
+        super().__init__(folder, reserve_bytes, ratio)
         self._moved, self._own = moved, own
 
     def write(self, path: str, num_left_bytes: int) -> None:
