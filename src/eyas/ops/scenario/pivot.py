@@ -30,7 +30,7 @@ VOLUME = Path(".eyas/pivot")
 REPORT = Path("reports/scenario-pivot.md")
 ROOMY_BYTES = 8 << 30
 """Size before the bytes are measured; memory is taken only for what lies there."""
-RESERVE_BYTES = 100_000_000
+RESERVE_BYTES = 300_000_000
 """Stays free beside the new states: the drafter and its training states go there."""
 NUM_STEPS = 6
 CODEC = "raw"
