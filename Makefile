@@ -39,6 +39,7 @@ READY := $(if $(EYAS_IMAGE),,$(VENV_READY))
 VENV_READY_DEV := $(VENV)/.ready-dev
 READY_DEV := $(if $(EYAS_IMAGE),,$(VENV_READY_DEV))
 READY_REMOTES := $(VENV)/.ready-remotes
+READY_RAY := $(VENV)/.ready-ray
 # SGLang's own interpreter: its transformers is another one than ours.
 SGLANG_VENV := .venv-sglang
 READY_SGLANG := $(SGLANG_VENV)/.ready-$(TORCH)
@@ -94,7 +95,7 @@ else
 	budget generations retire keep gc-plan gc adopt train-from export-states import-states check-export import-drafter bench-store bench-gc bench-train \
 	bench-train-quality bench-capture bench-ranks bench-scale bench-faults parity serve-bench check test test-slow test-gpu test-kernels test-sglang \
 	test-sglang-quick test-vllm setup-sglang setup-vllm lock lock-check clean pins image image-check image-push sbom shell bench-train-gpus push pull \
-	test-remotes
+	test-remotes test-ray
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/{print "\n" substr($$0,5); next} /^[a-z][a-z0-9-]*:.*## /{printf "  %-19s %s\n",$$1,$$2}' Makefile
@@ -190,7 +191,7 @@ bench-train-gpus: $(READY) ## The trainer on one GPU and on two of this host: sp
 	@python -m eyas.ops.bench.train_gpus $(ARGS)
 bench-capture: $(READY) ## What capturing costs SGLang on this GPU (ARGS='--device cpu': a tiny model); reports/bench/capture.json
 	python -m eyas.ops.bench.capture --work .eyas/bench/capture $(ARGS)
-bench-scale: $(READY) ## Extraction on a Ray cluster of this machine (pip install -e '.[ray]'): hashes, 50 runs with kills, overhead; reports/bench/scale.json
+bench-scale: $(READY) ## Extraction on a Ray cluster of this machine (`make test-ray` installs it): hashes, 50 runs with kills, overhead; reports/bench/scale.json
 	python -m eyas.ops.bench.scale --work .eyas/bench/scale $(ARGS)
 bench-ranks: $(READY) ## Capture on one GPU and on two, states and speed (ARGS='--device cpu': two cores); reports/bench/ranks.json
 	python -m eyas.ops.bench.ranks --work .eyas/bench/capture $(ARGS)
@@ -257,6 +258,9 @@ test-vllm: $(READY_DEV) $(READY_VLLM) ## A real vLLM on this CPU, some minutes; 
 	pytest -m vllm tests/servers $(ARGS)
 test-remotes: $(READY_REMOTES) ## States on a real S3 server on this machine, and on a shared folder; 60 MB the first time
 	pytest tests/unit/shards/test_remotes.py $(ARGS)
+test-ray: $(READY_RAY) ## A real Ray cluster on this machine: 1, 2 and 4 workers, killed ones, nodes and drivers; 100 MB the first time, two minutes
+	pytest tests/unit/shards/test_extract_on_ray.py tests/unit/shards/test_extract_ray.py tests/unit/shards/test_extract_ray_nodes.py \
+	  tests/unit/ops/test_bench_scale_ray.py $(ARGS)
 test-gpu: $(READY_DEV) ## What needs an NVIDIA GPU; TORCH= names a build of torch for it
 	pytest -m gpu $(ARGS)
 test-kernels: $(READY_DEV) $(TRITON) ## The GPU kernels against torch, in Triton's interpreter; 290 MB the first time
@@ -266,6 +270,7 @@ lock: $(READY_DEV) ## Resolve requirements/*.in into locks again, keeping what s
 	$(UV_COMPILE) requirements/dev.in -o $(LOCKS)/dev.lock
 	$(UV_COMPILE) requirements/kernels.in -o $(LOCKS)/kernels.lock
 	$(UV_COMPILE) requirements/remotes.in -o $(LOCKS)/remotes.lock
+	$(UV_COMPILE) requirements/ray.in -o $(LOCKS)/ray.lock
 	uv pip compile --quiet $(UV_CUDA) --generate-hashes \
 	  --no-header --no-annotate --no-emit-index-url requirements/cuda.in -o $(LOCKS)/cuda.lock
 	$(UV_COMPILE) --no-deps requirements/sglang-cpu.in -o $(LOCKS)/sglang-cpu.lock
@@ -305,6 +310,10 @@ $(VENV_READY_DEV): $(VENV_READY) requirements/dev.lock
 
 $(READY_REMOTES): $(READY_DEV) requirements/remotes.lock
 	@$(PIP_LOCKED) -r requirements/remotes.lock
+	@touch '$@'
+
+$(READY_RAY): $(READY_DEV) requirements/ray.lock
+	@$(PIP_LOCKED) -r requirements/ray.lock
 	@touch '$@'
 
 # torch brings its own needs, and the lock then has the last word. Nothing is resolved: SGLang's metadata names CUDA packages.

@@ -132,11 +132,17 @@ def user_errors() -> Iterator[None]:
     Whoever ends us by SIGTERM (a container that is stopped, a job at its time limit) gets what Ctrl-C gets: servers are
     ended, locks and memory given back.
     """
+    received: list[int] = []
+
+    def interrupt(number: int, _frame: object) -> None:
+        received.append(number)  # Ray, in whose call it may come, raises a KeyboardInterrupt of its own
+        raise KeyboardInterrupt
+
     is_ours = (
         threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     )
     if is_ours:
-        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     except EyasError as error:
@@ -149,16 +155,12 @@ def user_errors() -> Iterator[None]:
         hint = "`make doctor` shows disk and memory, `ls -ld` owner and mode; then run the same command again"
         log(f"{style('error', '31;1')}: {EyasError(f'{where}{error.strerror}', hint)}")
         raise SystemExit(2) from None
-    except KeyboardInterrupt as stop:
+    except KeyboardInterrupt:
         log("interrupted; the same command goes on where this one stopped")
-        raise SystemExit(143 if stop.args == (signal.SIGTERM,) else 130) from None
+        raise SystemExit(143 if received else 130) from None
     finally:
         if is_ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _interrupt(number: int, _frame: object) -> None:
-    raise KeyboardInterrupt(number)
 
 
 def run_main(main: Callable[[Sequence[str]], None]) -> None:

@@ -21,7 +21,7 @@ MAKE = """#!/bin/sh
 echo "make $1 ${BASE_CPU:-}" >> "$DIARY"
 [ "$1" != "$BROKEN" ]
 """
-TESTS = ["test", "test-kernels", "fetch", "test-sglang-quick"]
+TESTS = ["test", "test-kernels", "test-ray", "test-remotes", "fetch", "test-sglang-quick"]
 
 
 @pytest.fixture

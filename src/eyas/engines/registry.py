@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,43 @@ from eyas.errors import ConfigError
 NAMES = ("hf", "sglang", "vllm", "fake")
 SERVER_ENGINES = ("sglang", "vllm")
 """Those whose states are looked at on every start; transformers is the reference itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """An engine for captures, as a record: it can be made here, or by a worker on another node."""
+
+    name: str
+    target: TargetIdentity
+    folder: Path | None
+    """The target's files, under the same path on every node; None is enough for ``fake``."""
+    boundaries: tuple[int, ...]
+    dtype: str
+    device: str
+    options: dict[str, Any]
+    trust_remote_code: bool = False
+
+    def make(self, *, longest_tokens: int = 0, label: str = "") -> Engine:
+        """The engine, not yet open; see ``make_engine``."""
+        return make_engine(
+            self.name,
+            target=self.target,
+            folder=self.folder,
+            boundaries=self.boundaries,
+            dtype=self.dtype,
+            device=self.device,
+            options=self.options,
+            trust_remote_code=self.trust_remote_code,
+            longest_tokens=longest_tokens,
+            label=label,
+        )
+
+    @property
+    def num_gpus(self) -> int:
+        """Devices of one engine."""
+        if self.device == "cpu":
+            return 0
+        return int(self.options.get("tp_size", self.options.get("tensor_parallel_size", 1)))
 
 
 def make_engine(

@@ -10,10 +10,9 @@ from eyas.canonical import to_plain
 from eyas.config import Params
 from eyas.config.images import check_image
 from eyas.contracts import CapturePlan, TargetIdentity, TokenSample
-from eyas.engines.base import Engine
 from eyas.engines.check_start import check_planned, probe_samples
 from eyas.engines.loop import Executor, ExtractLimits, extract
-from eyas.engines.registry import SERVER_ENGINES, make_engine
+from eyas.engines.registry import SERVER_ENGINES, EngineSpec
 from eyas.engines.summary import extract_table
 from eyas.errors import PlanError
 from eyas.plan.budget import Budget, Need, Reclaim, default_ratio
@@ -54,13 +53,13 @@ def main(argv: Sequence[str]) -> None:
         result = extract(
             plan,
             tokens,
-            engine,
+            engine.make(),
             limits,
             out=out,
             manifest_path=manifest_path,
             head=head,
-            probe=lambda engine: check_planned(engine, params, target, plan, tokens),
-            executor=_executor(params, target, plan, tokens),
+            probe=lambda opened: check_planned(opened, params, target, plan, tokens),
+            executor=_executor(params, engine, plan, tokens),
         )
         hand_over(Path.cwd(), result.manifest, out, manifest_path)
         run.num_tokens, run.work_s = result.num_tokens, result.work_s
@@ -131,42 +130,28 @@ def _check_plan(params: Params, target: TargetIdentity, plan: CapturePlan, token
         raise PlanError("the plan's samples, shards or counts are not those of its own identity", REPLAN)
 
 
-def _engine(params: Params, target: TargetIdentity, plan: CapturePlan) -> Engine:
-    return make_engine(
-        params.extract.engine,
+def _engine(params: Params, target: TargetIdentity, plan: CapturePlan) -> EngineSpec:
+    return EngineSpec(
+        name=params.extract.engine,
         target=target,
-        folder=None if params.extract.engine == "fake" else ensure(target, params.target),
+        folder=None if params.extract.engine == "fake" else ensure(target, params.target).resolve(),
         boundaries=plan.capture.boundaries,
         dtype=params.target.dtype,
         device=params.target.device,
-        options=params.extract.engine_options,
+        options=dict(params.extract.engine_options),
         trust_remote_code=params.target.trust_remote_code,
     )
 
 
 def _executor(
-    params: Params, target: TargetIdentity, plan: CapturePlan, tokens: Mapping[str, TokenSample]
+    params: Params, engine: EngineSpec, plan: CapturePlan, tokens: Mapping[str, TokenSample]
 ) -> Executor | None:
     """Workers of a Ray cluster when ``extract.executor`` says so; None for this process."""
     if params.extract.executor == "local":
         return None
     from eyas.engines.ray.driver import RayExecutor
-    from eyas.engines.ray.spec import EngineSpec
 
-    engine = params.extract.engine
-    return RayExecutor(
-        EngineSpec(
-            name=engine,
-            target=target,
-            folder=None if engine == "fake" else ensure(target, params.target).resolve(),
-            boundaries=plan.capture.boundaries,
-            dtype=params.target.dtype,
-            device=params.target.device,
-            options=dict(params.extract.engine_options),
-            trust_remote_code=params.target.trust_remote_code,
-            probe=tuple(probe_samples(plan, tokens)) if engine in SERVER_ENGINES else (),
-        )
-    )
+    return RayExecutor(engine, probe_samples(plan, tokens) if engine.name in SERVER_ENGINES else ())
 
 
 if __name__ == "__main__":

@@ -68,10 +68,8 @@ def note_path(identity: TargetIdentity) -> Path:
 def write_note(config: TargetConfig, identity: TargetIdentity) -> None:
     """Remember a target as whole: its files were hashed just now."""
     folder = target_dir(identity)
-    stamps = tuple(_stamp(folder, file.path) for file in identity.files)
-    fs.write_record(
-        note_path(identity), FetchedTarget(request=request_digest(config), identity=identity, stamps=stamps)
-    )
+    note = FetchedTarget(request=request_digest(config), identity=identity, stamps=stamps(identity, folder))
+    fs.write_record(note_path(identity), note)
 
 
 def read_note(path: Path) -> FetchedTarget | None:
@@ -98,21 +96,37 @@ def damage(config: TargetConfig, identity: TargetIdentity) -> str | None:
     Cheap when sizes and mtimes are those of the note; hashes every file otherwise and renews the note.
     """
     folder = target_dir(identity)
-    missing = [file.path for file in identity.files if not (folder / file.path).is_file()]
-    if missing:
-        return f"{missing[0]} is missing"
-    note = read_note(note_path(identity))
-    stamps = tuple(_stamp(folder, file.path) for file in identity.files)
-    if note and note.identity == identity and note.stamps == stamps:
+    if missing := first_missing(identity, folder):
+        return missing
+    if is_noted(identity, folder):
         return None
-    console.log(f"target: hashing {len(stamps)} files again, they are not as the last fetch left them")
-    for file in identity.files:
-        path = folder / file.path
-        if path.stat().st_size != file.size_bytes:
-            return f"{file.path} has {path.stat().st_size:,} bytes, expected {file.size_bytes:,}"
-        if (found := fs.hash_file(path)) != file.sha256:
-            return f"{file.path} has SHA-256 {found}, expected {file.sha256}"
+    console.log(f"target: hashing {len(identity.files)} files again, they are not as the last fetch left them")
+    if wrong := first_difference(identity, folder):
+        return wrong
     write_note(config, identity)
+    return None
+
+
+def first_missing(identity: TargetIdentity, folder: Path) -> str | None:
+    """A file of the target that is not there, or None."""
+    missing = (file.path for file in identity.files if not (folder / file.path).is_file())
+    return next((f"{path} is missing" for path in missing), None)
+
+
+def is_noted(identity: TargetIdentity, folder: Path) -> bool:
+    """Whether the files of a folder are, by size and mtime, those that were hashed when the note beside it was written."""
+    note = read_note(folder.with_suffix(".json"))
+    return note is not None and note.identity == identity and note.stamps == stamps(identity, folder)
+
+
+def first_difference(identity: TargetIdentity, folder: Path) -> str | None:
+    """What is wrong with files that are there, or None: all sizes first, then every byte."""
+    for file in identity.files:
+        if (size_bytes := (folder / file.path).stat().st_size) != file.size_bytes:
+            return f"{file.path} has {size_bytes:,} bytes, expected {file.size_bytes:,}"
+    for file in identity.files:
+        if (found := fs.hash_file(folder / file.path)) != file.sha256:
+            return f"{file.path} has SHA-256 {found}, expected {file.sha256}"
     return None
 
 
@@ -130,6 +144,7 @@ def require_same(identity: TargetIdentity, fetched: TargetIdentity) -> None:
     )
 
 
-def _stamp(folder: Path, name: str) -> FileStamp:
-    stat = (folder / name).stat()
-    return FileStamp(path=name, size_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns)
+def stamps(identity: TargetIdentity, folder: Path) -> tuple[FileStamp, ...]:
+    """Sizes and mtimes of the target's files, as they are now."""
+    found = ((file.path, (folder / file.path).stat()) for file in identity.files)
+    return tuple(FileStamp(path=path, size_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns) for path, stat in found)

@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from eyas import console
 
 
@@ -27,11 +29,16 @@ def test_a_reader_that_stops_reading_ends_a_command_quietly():
         assert process.wait() == 141
 
 
-def test_a_command_that_is_asked_to_end_cleans_up_like_after_ctrl_c():
-    """A container that is stopped, a job at its time limit: exit code 143, and every ``finally`` has run."""
+@pytest.mark.parametrize("then", ["raise", "raise KeyboardInterrupt from None"])
+def test_a_command_that_is_asked_to_end_cleans_up_like_after_ctrl_c(then):
+    """A container that is stopped, a job at its time limit: exit code 143, and every ``finally`` has run.
+
+    Ray, and whatever else waits in C, raises an interrupt of its own for that of the signal.
+    """
     code = (
         "import time\nfrom eyas import console\n"
-        "def main(_):\n try:\n  console.emit('up')\n  time.sleep(60)\n finally:\n  console.emit('cleaned')\n"
+        f"def sleep():\n try:\n  time.sleep(60)\n except KeyboardInterrupt:\n  {then}\n"
+        "def main(_):\n try:\n  console.emit('up')\n  sleep()\n finally:\n  console.emit('cleaned')\n"
         "console.run_main(main)"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -6,9 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from extract_cases import Case, fake_engine
+
 from eyas.contracts import PlannedShard, TokenSample
-from eyas.engines.ray.spec import EngineSpec, Lost, News, WorkerSpec
+from eyas.engines.loop import ExtractLimits, ExtractResult, extract
+from eyas.engines.ray.driver import RayExecutor
+from eyas.engines.ray.spec import Lost, News, WorkerSpec
 from eyas.engines.ray.worker import Worker
+from eyas.engines.registry import EngineSpec
 from fake_target import make_target
 
 Strike = Callable[["ThreadCluster", str, PlannedShard], bool]
@@ -77,11 +82,20 @@ class ThreadCluster:
         else:
             self.workers[name].take(planned, samples)
 
-    def capture(self, name, samples):
+    def capture(self, name, samples, timeout_s):
         return self.workers[name].capture(samples)
 
     def dismiss(self, name):
         self.workers.pop(name).stop()
+
+
+def run_on(case: Case, *, max_failed: int = 0, reserve_bytes: int = 0, **changes) -> tuple[ExtractResult, RayExecutor]:
+    """Extract with workers whose engine differs so from the fake one."""
+    executor = RayExecutor(fake_spec(**changes))
+    limits = ExtractLimits(max_failed_samples=max_failed, reserve_bytes=reserve_bytes)
+    places = {"out": case.out, "manifest_path": case.manifest_path, "home": case.home}
+    result = extract(case.plan, case.tokens, fake_engine(), limits, **places, executor=executor)
+    return result, executor
 
 
 def flip(path: Path) -> None:

@@ -1,44 +1,29 @@
 """The driver of a cluster and its workers, as threads here: the same bytes as a run without one, whatever happens."""
 
 import dataclasses
+import os
+import pickle
 import socket
+import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from extract_cases import Case, fake_engine
-from ray_threads import ThreadCluster, fake_spec, flip
+from ray_threads import ThreadCluster, fake_spec, flip, run_on
 
 from eyas import fs
-from eyas.contracts import EngineFacts, ShardManifest
+from eyas.contracts import ShardManifest
+from eyas.engines.fake import FakeEngine
 from eyas.engines.loop import ExtractLimits, extract
 from eyas.engines.ray import cluster as adapter
 from eyas.engines.ray import driver
 from eyas.engines.ray.driver import RayExecutor
-from eyas.errors import CaptureError, ConfigError, DiskError, EyasError, ServerError, StoreError
+from eyas.errors import CaptureError, ConfigError, DiskError, EyasError, ServerError
+from eyas.plan.watch import Watch
+from eyas.shards import writer
 from eyas.shards.spool import Spool
-
-
-@pytest.fixture
-def on_threads(monkeypatch):
-    """Clusters of threads; gives those that were made."""
-    made: list[ThreadCluster] = []
-
-    class Noted(ThreadCluster):
-        def __init__(self):
-            super().__init__()
-            made.append(self)
-
-    monkeypatch.setattr(driver, "Cluster", Noted)
-    Noted.made = made
-    return Noted
-
-
-def run_on(case: Case, *, max_failed: int = 0, **changes):
-    executor = RayExecutor(fake_spec(**changes))
-    limits = ExtractLimits(max_failed_samples=max_failed, reserve_bytes=0)
-    places = {"out": case.out, "manifest_path": case.manifest_path, "home": case.home}
-    result = extract(case.plan, case.tokens, fake_engine(), limits, **places, executor=executor)
-    return result, executor
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
@@ -50,6 +35,16 @@ def test_bytes_are_those_of_a_run_here(case, unbroken, on_threads, num_workers):
     assert len(executor.finishes) == len(case.plan.shards)
     assert result.num_tokens == case.plan.num_tokens
     assert not case.spool.exists()
+
+
+def test_a_worker_knows_what_it_is_told_before_torch_is_there(case, on_threads):
+    """Torch looks at ``OMP_NUM_THREADS`` once, and Ray sets it to the CPUs that it counts: other bytes than here."""
+    run_on(case)
+    read = "import pickle, sys; pickle.load(sys.stdin.buffer); import eyas.engines.ray.worker; sys.exit('torch' in sys.modules)"
+    told = pickle.dumps(on_threads.made[0].specs[0])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", read], env=environment, input=told, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_number_of_workers_is_a_knob(case, unbroken, on_threads, monkeypatch):
@@ -74,6 +69,67 @@ def test_shards_of_lost_workers_are_made_by_others(case, unbroken, on_threads):
     _, executor = run_on(case)
     assert case.hashes() == unbroken
     assert executor.num_lost_workers == len(struck) == 3
+
+
+@pytest.fixture
+def hang(monkeypatch):
+    """The first engine that captures goes on only when the test ends; workers live and answer meanwhile."""
+    ended, is_taken, capture = threading.Event(), threading.Lock(), FakeEngine.capture
+
+    def captures(self, batch):
+        if is_taken.acquire(blocking=False):
+            ended.wait(20)
+            raise ServerError("the test has ended")
+        return capture(self, batch)
+
+    monkeypatch.setattr(FakeEngine, "capture", captures)
+    monkeypatch.setattr(ThreadCluster, "dismiss", lambda self, name: self.workers.pop(name))  # as a kill: at once
+    monkeypatch.setenv("EYAS_WATCHDOG_S", "1")
+    yield
+    ended.set()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_worker_that_answers_but_hangs_is_lost(case, unbroken, on_threads, hang, capfd, num_workers):
+    on_threads.num_places = num_workers
+    begin_s = time.monotonic()
+    _, executor = run_on(case)
+    assert case.hashes() == unbroken
+    assert executor.num_lost_workers == 1
+    assert (
+        "answers, but nothing went on there for 1 s, expected at most 1 s (EYAS_WATCHDOG_S)" in capfd.readouterr().err
+    )
+    assert time.monotonic() - begin_s < 15
+
+
+def test_an_engine_that_starts_and_a_slow_disk_are_no_hang(case, unbroken, on_threads, monkeypatch):
+    """A start takes as long as it takes, and a worker without work has nothing to move."""
+    monkeypatch.setenv("EYAS_WATCHDOG_S", "1")
+    monkeypatch.setenv("EYAS_WRITE_THREADS", "1")
+    monkeypatch.setattr(FakeEngine, "open", lambda self: time.sleep(2.5))
+    monkeypatch.setattr(writer, "LOOK_BYTES", 1000)
+    write, slow = Watch.write, []
+
+    def writes(self, path, num_left_bytes):
+        if not slow or path == slow[0]:  # one shard, and all wait for it
+            slow.append(path)
+            time.sleep(0.3)
+        write(self, path, num_left_bytes)
+
+    monkeypatch.setattr(Watch, "write", writes)
+    _, executor = run_on(case)
+    assert executor.num_lost_workers == 0
+    assert len(slow) > 4  # more than a second
+    assert case.hashes() == unbroken
+
+
+@pytest.mark.parametrize(
+    ("engine", "patience_s"), [("hf", 7), ("fake", 7), ("sglang", 2 * 7 + 50), ("vllm", 2 * 7 + 50)]
+)
+def test_an_engine_has_the_time_to_start_its_own_server_again(monkeypatch, engine, patience_s):
+    monkeypatch.setenv("EYAS_WATCHDOG_S", "7")
+    monkeypatch.setenv("EYAS_SGLANG_START_S", "50")
+    assert driver._patience_s(engine) == patience_s
 
 
 def test_a_shard_that_ends_every_worker_is_named_and_the_same_command_goes_on(case, unbroken, on_threads, capsys):
@@ -144,55 +200,7 @@ def test_a_shard_that_is_damaged_on_the_way_is_made_again(case, unbroken, on_thr
     assert case.hashes() == unbroken
 
 
-def test_a_node_s_own_disk_comes_first_when_it_is_named(case, unbroken, on_threads, monkeypatch, tmp_path):
-    monkeypatch.setenv("EYAS_RAY_SPOOL", str(tmp_path / "node"))
-    seen = []
-    monkeypatch.setattr(
-        driver, "verify_file", lambda path, entry, identity: seen.append(entry.path) or (None, [])
-    )  # a copy is read through
-    run_on(case)
-    assert case.hashes() == unbroken
-    assert sorted(seen) == [shard.path for shard in case.plan.shards]
-    assert not list((tmp_path / "node").iterdir())
-
-
-def test_a_node_with_another_engine_is_refused(case, on_threads):
-    def edit(name, news):
-        if news.ready is None:
-            return news
-        facts = EngineFacts(name="fake", version="2", options={}, deterministic=True)
-        return dataclasses.replace(news, ready=dataclasses.replace(news.ready, host="node-7", facts=facts))
-
-    on_threads.edit = staticmethod(edit)
-    with pytest.raises(StoreError, match="node node-7 has the engine fake 2, the plan was made for fake 1"):
-        run_on(case)
-
-
-def test_a_node_with_another_eyas_is_refused(case, on_threads):
-    """Somebody pulled while a run went on: a worker that was hired later would write other bytes."""
-
-    def edit(name, news):
-        return dataclasses.replace(news, ready=news.ready and dataclasses.replace(news.ready, host="n7", code="other"))
-
-    on_threads.edit = staticmethod(edit)
-    with pytest.raises(StoreError, match="node n7 runs another eyas"):
-        run_on(case)
-
-
-def test_a_node_that_does_not_see_the_volume_is_refused(case, on_threads, monkeypatch):
-    hire = on_threads.hire
-
-    def elsewhere(self, spec, gpus):
-        hire(self, dataclasses.replace(spec, incoming=case.root / "not/there"), gpus)
-
-    monkeypatch.setattr(on_threads, "hire", elsewhere)
-    with pytest.raises(StoreError, match="does not see"):
-        run_on(case)
-
-
 def test_an_engine_that_opens_nowhere_ends_the_run_by_its_own_error(case, on_threads, monkeypatch):
-    from eyas.engines.fake import FakeEngine
-
     def closed(self):
         raise ServerError("no such device", "look at it")
 

@@ -37,6 +37,7 @@ memory runs low, and none stands behind other programs (Ray's own niceness is 15
 POLL_S = 2.0
 """A worker with nothing to say answers after so long."""
 STOP_S, CONNECT_S = 20.0, 10.0
+WATCHDOG_S, START_S = 300, 1800
 STORE_BYTES = 1 << 30
 """Of a Ray of our own: only token ids and a few samples pass through it."""
 
@@ -50,6 +51,8 @@ class _Hired:
     """The call for news that is under way."""
     heard_s: float = 0.0
     """When it last answered; 0 before it did, for it may wait for a place on a node."""
+    limit_s: float = 0.0
+    """Seconds of silence after which it is lost: while its engine starts, those of a start, for what loads may hold it up."""
 
 
 class Cluster:
@@ -63,7 +66,8 @@ class Cluster:
         ray = self._ray = _import_ray()
         self.address = _address()
         self._hired: dict[str, _Hired] = {}
-        self._watchdog_s = config.knob("EYAS_WATCHDOG_S", 300)
+        self._watchdog_s = config.knob("EYAS_WATCHDOG_S", WATCHDOG_S)
+        self._start_s = max(self._watchdog_s, config.knob("EYAS_SGLANG_START_S", START_S))
         settings = {"logging_level": logging.WARNING, "log_to_driver": True, "namespace": "eyas"}
         if not self.address:
             settings |= {"include_dashboard": False, "object_store_memory": STORE_BYTES}
@@ -108,7 +112,7 @@ class Cluster:
             scheduling_strategy="SPREAD",
             runtime_env={"env_vars": {"PYTHONPATH": _python_path()}},
         ).remote(spec)
-        self._hired[spec.name] = _Hired(actor, actor.news.remote(POLL_S))
+        self._hired[spec.name] = _Hired(actor, actor.news.remote(POLL_S), limit_s=self._start_s)
 
     @property
     def names(self) -> list[str]:
@@ -128,9 +132,10 @@ class Cluster:
         now_s = time.monotonic()
         for name, hired in list(self._hired.items()):
             silent_s = now_s - hired.heard_s if hired.heard_s else 0.0
-            if silent_s > self._watchdog_s:
+            if silent_s > hired.limit_s:
                 self.dismiss(name)
-                found.append((name, Lost(f"{name} has not answered for {silent_s:.0f} s (EYAS_WATCHDOG_S)")))
+                knob = "EYAS_WATCHDOG_S" if hired.limit_s == self._watchdog_s else "EYAS_SGLANG_START_S"
+                found.append((name, Lost(f"{name} has not answered for {silent_s:.0f} s ({knob})")))
         return found
 
     def _answer(self, name: str, ref: Any) -> News | Lost:
@@ -141,6 +146,8 @@ class Cluster:
             self.dismiss(name)
             return Lost(f"{name}: {_cause(error)}")
         hired.heard_s = time.monotonic()
+        if news.ready is not None:
+            hired.limit_s = self._watchdog_s
         hired.asked = hired.actor.news.remote(POLL_S)
         return news
 
@@ -152,15 +159,15 @@ class Cluster:
         """Hand a shard over. That it arrived shows by the worker's news."""
         self._hired[name].actor.take.remote(planned, list(samples))
 
-    def capture(self, name: str, samples: Sequence[TokenSample]) -> list[CapturedSample]:
+    def capture(self, name: str, samples: Sequence[TokenSample], timeout_s: float) -> list[CapturedSample]:
         """States of a few samples by a worker that is ready and makes no shards yet.
 
         Raises:
-            ServerError: It is lost.
+            ServerError: It is lost, or has not answered in time.
             CaptureError: As the engine says.
         """
         try:
-            return self._ray.get(self._hired[name].actor.capture.remote(list(samples)))
+            return self._ray.get(self._hired[name].actor.capture.remote(list(samples)), timeout=timeout_s)
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else error from error
         except self._ray.exceptions.RayError as error:

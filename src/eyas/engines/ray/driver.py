@@ -24,11 +24,12 @@ from eyas.conversations.generation import Generated, GenerateRequest
 from eyas.engines.base import CapturedSample
 from eyas.engines.loop import Run
 from eyas.engines.pipeline import check_failures, num_writers
-from eyas.engines.ray.cluster import Cluster
+from eyas.engines.ray.cluster import START_S, WATCHDOG_S, Cluster
 from eyas.engines.ray.handout import Handout
-from eyas.engines.ray.spec import PROOF, EngineSpec, Lost, News, Ready, WorkerSpec
+from eyas.engines.ray.spec import PROOF, Lost, News, Ready, WorkerSpec
 from eyas.engines.ray.worker import THREADS, code_digest, kernel
-from eyas.errors import EyasError, ServerError, StoreError
+from eyas.engines.registry import SERVER_ENGINES, EngineSpec
+from eyas.errors import DiskError, EyasError, ServerError, StoreError
 from eyas.plan.watch import Watch
 from eyas.shards.opening import check_identity, read_header
 from eyas.shards.verify import verify_file
@@ -55,15 +56,16 @@ class RayExecutor:
 
     Args:
         engine: What each worker hosts.
+        probe: Samples by which each engine is judged when it is open.
     """
 
-    def __init__(self, engine: EngineSpec) -> None:
+    def __init__(self, engine: EngineSpec, probe: Sequence[TokenSample] = ()) -> None:
         if os.environ.get("EYAS_SGLANG_URL"):
             raise ServerError(
                 "EYAS_SGLANG_URL names one running server, and extract.executor is ray: each worker starts its own",
                 "unset EYAS_SGLANG_URL, or set extract.executor=local",
             )
-        self.engine = engine
+        self.engine, self.probe = engine, tuple(probe)
         self.finishes: list[Finish] = []
         self.workers: dict[str, tuple[float, Ready]] = {}
         """Every worker that was ever ready, and when it became so; for measurements."""
@@ -98,6 +100,7 @@ class _Driver:
         self._facts, self._code = run.engine.describe(), code_digest()
         self._handout = Handout(run.left)
         self._gpus = config.knob(GPUS_VARIABLE, executor.engine.num_gpus) if executor.engine.num_gpus else 0
+        self._patience_s = _patience_s(executor.engine.name)
         self._ready: dict[str, Ready] = {}
         self._accepting: dict[Future[FinishedShard], tuple[str, str]] = {}
         self._nonce, self._num_hired, self._num_failed_starts = secrets.token_hex(3), 0, 0
@@ -146,6 +149,7 @@ class _Driver:
         return WorkerSpec(
             name=name,
             engine=self._executor.engine,
+            probe=self._executor.probe,
             capture=run.plan.capture,
             hidden_size=run.plan.hidden_size,
             longest_tokens=max(sample.num_tokens for shard in run.plan.shards for sample in shard.samples),
@@ -183,6 +187,10 @@ class _Driver:
             self._accepting[accepted] = (name, finished.path)
         if what.error is not None:
             self._failed(name, what.error)
+        elif what.idle_s > self._patience_s:
+            self._cluster.dismiss(name)
+            reason = f"{name} answers, but nothing went on there for {what.idle_s:.0f} s, expected at most "
+            self._lose(name, f"{reason}{self._patience_s:.0f} s (EYAS_WATCHDOG_S)", None)
 
     def _begin(self, name: str, ready: Ready) -> None:
         found, expected = (ready.facts.name, ready.facts.version), (self._facts.name, self._facts.version)
@@ -203,7 +211,7 @@ class _Driver:
         )
         self._num_failed_starts = 0
         if not self._ready:
-            self._run.calibrate(_Borrowed(self._cluster, name, self._facts))
+            self._run.calibrate(_Borrowed(self._cluster, name, self._facts, self._patience_s))
         self._cluster.begin(name, self._run.scales_ND)
         self._ready[name] = ready
         self._executor.workers[name] = (time.monotonic(), ready)
@@ -211,9 +219,10 @@ class _Driver:
     def _failed(self, name: str, error: Exception) -> None:
         """A worker ended by an error: a server's and an unknown one may be its node's alone, others are everybody's."""
         if isinstance(error, EyasError) and not isinstance(error, ServerError):
-            host = self._ready[name].host if name in self._ready else "its node"
-            console.log(f"extract: worker {name} on {host} ended by an error")
-            raise error
+            host = self._ready[name].host if name in self._ready else ""
+            console.log(f"extract: worker {name} on {host or 'its node'} ended by an error")
+            is_local = isinstance(error, DiskError) and host
+            raise DiskError(f"node {host}: {error.message}", error.hint) if is_local else error
         self._cluster.dismiss(name)
         self._lose(name, f"{name}: {error.message if isinstance(error, EyasError) else error}", error)
 
@@ -283,8 +292,8 @@ class _Driver:
 class _Borrowed:
     """A worker's engine, for what the driver itself captures: the slice that a lossy codec is calibrated on."""
 
-    def __init__(self, cluster: Cluster, name: str, facts: EngineFacts) -> None:
-        self._cluster, self._name, self._facts = cluster, name, facts
+    def __init__(self, cluster: Cluster, name: str, facts: EngineFacts, patience_s: float) -> None:
+        self._cluster, self._name, self._facts, self._patience_s = cluster, name, facts, patience_s
 
     def announce(self, samples: Sequence[TokenSample]) -> None:
         """Nothing is computed ahead."""
@@ -297,7 +306,7 @@ class _Borrowed:
 
     def capture(self, batch: Sequence[TokenSample]) -> Iterator[CapturedSample]:
         """As the worker's engine does."""
-        return iter(self._cluster.capture(self._name, batch))
+        return iter(self._cluster.capture(self._name, batch, self._patience_s))
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[Generated]:
         """Never asked for."""
@@ -306,6 +315,16 @@ class _Borrowed:
     def describe(self) -> EngineFacts:
         """As the driver's engine does, which was compared with the worker's."""
         return self._facts
+
+
+def _patience_s(engine: str) -> int:
+    """Seconds in which a worker with work must begin, capture or write something.
+
+    Engines with a server watch it themselves: they need the time to notice that it hangs, to start another and to
+    capture a batch with that one. A worker's own start is not in it: nobody has work before it is ready.
+    """
+    watchdog_s = config.knob("EYAS_WATCHDOG_S", WATCHDOG_S)
+    return 2 * watchdog_s + config.knob("EYAS_SGLANG_START_S", START_S) if engine in SERVER_ENGINES else watchdog_s
 
 
 def _environment() -> dict[str, str]:

@@ -4,34 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from eyas.contracts import CaptureIdentity, EngineFacts, TargetIdentity, TokenSample
-from eyas.shards.writer import FinishedShard
+from eyas.contracts import CaptureIdentity, EngineFacts, TokenSample
+from eyas.engines.registry import EngineSpec
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSpec:
-    """Which engine a worker hosts, as ``make_engine`` takes it."""
-
-    name: str
-    target: TargetIdentity
-    folder: Path | None
-    """The target's files, under the same path on every node."""
-    boundaries: tuple[int, ...]
-    dtype: str
-    device: str
-    options: dict[str, Any]
-    trust_remote_code: bool = False
-    probe: tuple[TokenSample, ...] = ()
-    """Captured and judged before anything is captured for keeps; empty for engines that need it not."""
-
-    @property
-    def num_gpus(self) -> int:
-        """Devices of one engine."""
-        if self.device == "cpu":
-            return 0
-        return int(self.options.get("tp_size", self.options.get("tensor_parallel_size", 1)))
+if TYPE_CHECKING:  # a worker reads its spec before its environment stands, and torch looks at that once
+    from eyas.shards.writer import FinishedShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +19,8 @@ class WorkerSpec:
 
     name: str
     engine: EngineSpec
+    probe: tuple[TokenSample, ...]
+    """Captured and judged before anything is captured for keeps; empty for engines that need it not."""
     capture: CaptureIdentity
     hidden_size: int
     longest_tokens: int
@@ -86,6 +67,8 @@ class News:
     num_tokens: int = 0
     error: Exception | None = None
     """It ended by this; nothing more comes."""
+    idle_s: float = 0.0
+    """Since anything was begun, captured or written, while there is work."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,14 @@
            ◀── news() ─────────────── finished, begun, tokens, an error
 
 The class knows nothing of Ray: an actor of Ray's runs it. Nothing here imports torch before the environment stands.
-With ``EYAS_RAY_SPOOL`` a shard is written on the node's own disk first and then copied to the shared volume.
+With ``EYAS_RAY_SPOOL`` a shard is written on the node's own disk first and then copied to the shared volume, see
+``node_disk``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import shutil
 import socket
 import threading
 import time
@@ -22,6 +21,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eyas.engines.ray.node_disk import SPOOL_VARIABLE, WorkerWatch, copy_shard, own_folder
+
 if TYPE_CHECKING:
     import torch
 
@@ -29,13 +30,12 @@ if TYPE_CHECKING:
     from eyas.engines.base import CapturedSample, Engine
     from eyas.engines.pipeline import Work
     from eyas.engines.ray.spec import News, Ready, WorkerSpec
+    from eyas.engines.registry import EngineSpec
     from eyas.shards.writer import FinishedShard
 
-SPOOL_VARIABLE = "EYAS_RAY_SPOOL"
 THREADS = "OMP_NUM_THREADS"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 JOIN_S = 15.0
-COPY_BYTES = 8 << 20
 
 
 class _StoppedError(Exception):
@@ -62,6 +62,7 @@ class Worker:
         self._error: Exception | None = None
         self._scales_ND: torch.Tensor | None = None
         self._may_begin = self._is_stopping = False
+        self._num_open, self._moved_s = 0, time.monotonic()
         self._thread = threading.Thread(target=self._work, name="worker", daemon=True)
         self._thread.start()
 
@@ -79,6 +80,7 @@ class Worker:
                 finished=tuple(self._finished),
                 num_tokens=self._num_tokens,
                 error=self._error,
+                idle_s=time.monotonic() - self._moved_s if self._num_open else 0.0,
             )
             self._ready, self._begun, self._finished, self._num_tokens = None, [], [], 0
             return found
@@ -96,6 +98,9 @@ class Worker:
     def take(self, planned: PlannedShard, samples: Sequence[TokenSample]) -> None:
         """Make this shard after those that were handed over before."""
         with self._wake:
+            if not self._num_open:
+                self._move()
+            self._num_open += 1
             self._inbox.append((planned, {sample.sample_id: sample for sample in samples}))
             self._unannounced += samples
             self._wake.notify_all()
@@ -110,15 +115,17 @@ class Worker:
 
     def _work(self) -> None:
         try:
-            _settle_in(self._spec)
-            self._engine = _engine(self._spec)
-            with contextlib.closing(self._engine):
+            spec = self._spec
+            _settle_in(spec)
+            _check_target(spec.engine)
+            self._engine = spec.engine.make(longest_tokens=spec.longest_tokens, label=f"{spec.name}-")
+            with _states(spec) as states, contextlib.closing(self._engine):
                 ready = self._open()
                 with self._wake:
                     self._ready = ready
                     self._wake.notify_all()
                     self._wake.wait_for(lambda: self._may_begin or self._is_stopping)
-                self._make_shards()
+                self._make_shards(states)
         except _StoppedError:
             pass
         except Exception as error:  # noqa: BLE001 - whatever it is, the driver decides
@@ -131,13 +138,13 @@ class Worker:
 
         spec, engine, start_s = self._spec, self._engine, time.monotonic()
         engine.open()
-        if spec.engine.probe:
+        if spec.probe:
             from eyas.engines.check_start import check_start
 
             assert spec.engine.folder is not None
             check_start(
                 engine,
-                spec.engine.probe,
+                spec.probe,
                 spec.engine.target,
                 spec.engine.folder,
                 spec.engine.boundaries,
@@ -155,20 +162,17 @@ class Worker:
             start_s=time.monotonic() - start_s,
         )
 
-    def _make_shards(self) -> None:
+    def _make_shards(self, states: Path) -> None:
         from eyas.engines.pipeline import Pipeline, Told
-        from eyas.plan.watch import Watch
 
         spec, own = self._spec, os.environ.get(SPOOL_VARIABLE, "")
-        states = Path(own) / f"{spec.capture.digest[:16]}-{spec.name}" if own else spec.incoming
-        states.mkdir(parents=True, exist_ok=True)
         told = Told(
             begun=self._has_begun,
             looked=self._announce,
             captured=self._captured,
             stored=(lambda done: self._stored(self._bring(states, done))) if own else self._stored,
         )
-        watch = Watch(states, 0 if own else spec.reserve_bytes, spec.payload_ratio)
+        watch = WorkerWatch(states, spec.reserve_bytes, spec.payload_ratio, moved=self._move, own=own)
         pipeline = Pipeline(
             spec.capture,
             spec.hidden_size,
@@ -179,12 +183,8 @@ class Worker:
             scales_ND=self._scales_ND,
             max_failed_samples=spec.max_failed_samples,
         )
-        try:
-            with pipeline:
-                pipeline.run(self._shards())
-        finally:
-            if own:
-                shutil.rmtree(states, ignore_errors=True)
+        with pipeline:
+            pipeline.run(self._shards())
 
     def _shards(self) -> Iterator[Work]:
         while True:
@@ -204,24 +204,32 @@ class Worker:
         if new:
             self._engine.announce(new)
 
+    def _move(self) -> None:
+        """Something goes on; from any thread."""
+        self._moved_s = time.monotonic()
+
     def _has_begun(self, planned: PlannedShard) -> None:
         with self._wake:
+            self._move()
             self._begun.append(planned.path)
             self._wake.notify_all()
 
     def _captured(self, num_tokens: int) -> None:
         with self._wake:
+            self._move()
             self._num_tokens += num_tokens
 
     def _stored(self, finished: FinishedShard) -> None:
         with self._wake:
+            self._move()
+            self._num_open -= 1
             self._finished.append(finished)
             self._wake.notify_all()
 
     def _bring(self, states: Path, finished: FinishedShard) -> FinishedShard:
         """Copy a shard from the node's disk to the shared volume, hashed on the way."""
         if finished.entry is not None:
-            copy_shard(states / finished.path, self._spec.incoming / finished.path, finished.entry.md5)
+            copy_shard(states / finished.path, self._spec.incoming / finished.path, finished.entry.md5, self._move)
             (states / finished.path).unlink()
         return finished
 
@@ -233,27 +241,6 @@ def _sendable(error: Exception) -> Exception:
     if isinstance(error, EyasError):
         return error
     return RuntimeError("".join(traceback.format_exception(error)).strip())
-
-
-def copy_shard(source: Path, target: Path, md5: str) -> None:
-    """Copy a shard's file; it appears whole or not at all.
-
-    Raises:
-        StoreError: What was read is not what was written.
-        DiskError: The volume is full.
-    """
-    from eyas import fs
-    from eyas.errors import StoreError
-
-    hasher = hashlib.md5(usedforsecurity=False)
-    with open(source, "rb") as read, fs.atomic_writer(target) as handle:
-        while piece := read.read(COPY_BYTES):
-            hasher.update(piece)
-            fs.write_all(handle, [piece])
-        if hasher.hexdigest() != md5:
-            raise StoreError(
-                f"{source} has md5 {hasher.hexdigest()}, expected {md5}", f"look at that disk: df {source}"
-            )
 
 
 def kernel() -> str:
@@ -295,19 +282,17 @@ def _settle_in(spec: WorkerSpec) -> None:
     )
 
 
-def _engine(spec: WorkerSpec) -> Engine:
-    from eyas.engines.registry import make_engine
+def _states(spec: WorkerSpec) -> contextlib.AbstractContextManager[Path]:
+    """Where this worker writes its shards: on its node's own disk, or where the driver takes them from."""
+    own = os.environ.get(SPOOL_VARIABLE)
+    if own:
+        return own_folder(Path(own), f"{spec.capture.digest[:16]}-{spec.name}")
+    return contextlib.nullcontext(spec.incoming)
 
-    engine = spec.engine
-    return make_engine(
-        engine.name,
-        target=engine.target,
-        folder=engine.folder,
-        boundaries=engine.boundaries,
-        dtype=engine.dtype,
-        device=engine.device,
-        options=engine.options,
-        trust_remote_code=engine.trust_remote_code,
-        longest_tokens=spec.longest_tokens,
-        label=f"{spec.name}-",
-    )
+
+def _check_target(engine: EngineSpec) -> None:
+    """This node's files, before anything is computed with them."""
+    from eyas.target.copies import check_copy
+
+    if engine.folder is not None:
+        check_copy(engine.target, engine.folder)

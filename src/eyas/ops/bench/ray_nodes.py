@@ -42,8 +42,16 @@ class Nodes:
         return self._cluster.address
 
     def add(self) -> None:
-        """A node joins."""
-        self._nodes.append(self._cluster.add_node(**self._arguments(1)))
+        """A node joins; tried again when a driver in another thread leaves Ray meanwhile, which clears what all here share."""
+        for is_last in (False, False, True):
+            try:
+                node = self._cluster.add_node(**self._arguments(1))
+            except AssertionError:  # of Ray's, before it starts a process
+                if is_last:
+                    raise
+            else:
+                self._nodes.append(node)
+                return
 
     def kill_one(self, dice: random.Random) -> None:
         """A node is gone, without a word, and another joins."""

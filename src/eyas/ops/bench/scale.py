@@ -31,15 +31,18 @@ def _ray_kills(args: argparse.Namespace) -> dict[str, Any]:
     from eyas.ops.bench import scale_ray
 
     found: dict[str, Any] = {}
-    for found in scale_ray.kills(args.work / "kills", Path.cwd(), args.runs, args.seed):
+    for found in scale_ray.kills(args.work / "kills", args.runs, args.seed):
         write(found)  # an hour on a busy machine: what was done counts
     return found
 
 
 def _ray_overhead(args: argparse.Namespace) -> dict[str, Any]:
-    from eyas.ops.bench import scale_ray
+    from eyas.ops.bench import scale_overhead
 
-    return scale_ray.overhead(args.work / "overhead", Path.cwd())
+    found: dict[str, Any] = {}
+    for found in scale_overhead.overhead(args.work / "overhead", Path.cwd(), args.overhead_tokens, args.rounds):
+        write(found)
+    return found
 
 
 def _planner(args: argparse.Namespace) -> dict[str, Any]:
@@ -71,6 +74,8 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS), help="of the report, by comma")
     parser.add_argument("--runs", type=int, default=50, help="of part kills")
     parser.add_argument("--seed", type=int, default=0, help="of part kills")
+    parser.add_argument("--overhead-tokens", type=int, default=120_000, help="of each turn of part overhead")
+    parser.add_argument("--rounds", type=int, default=3, help="of part overhead, two turns each")
     smaller, larger = Path(".eyas/smoke/reports"), Path("reports")
     parser.add_argument("--smaller", nargs="+", type=Path, default=[smaller], help="of part simulation: runs known")
     parser.add_argument("--larger", type=Path, default=larger, help="of part simulation: the run that is predicted")

@@ -19,8 +19,7 @@ from eyas.canonical import digest
 from eyas.contracts import CaptureIdentity
 from eyas.engines.loop import ExtractLimits, extract
 from eyas.engines.ray.driver import WORKERS_VARIABLE, Finish, RayExecutor
-from eyas.engines.ray.spec import EngineSpec
-from eyas.engines.registry import make_engine
+from eyas.engines.registry import EngineSpec
 from eyas.fs import tree_digests
 from eyas.ops.bench.random_target import BOUNDARIES, SHAPES, identity, make_samples, make_target
 from eyas.plan.build import build_plan
@@ -86,16 +85,12 @@ def _run(args: argparse.Namespace, spec: EngineSpec, samples: dict[str, Any], nu
     )  # fmt: skip
     lengths = [(name, len(sample.input_ids)) for name, sample in samples.items()]
     plan = build_plan(lengths, capture, spec.target.hidden_size)
-    engine = make_engine(
-        spec.name, target=spec.target, folder=spec.folder, boundaries=spec.boundaries, dtype=spec.dtype,
-        options=spec.options, device=spec.device,
-    )  # fmt: skip
     work: Path = args.work / f"run-{num_workers}"
     shutil.rmtree(work, ignore_errors=True)
     os.environ[WORKERS_VARIABLE] = str(num_workers)
     executor, begin_s = RayExecutor(spec), time.monotonic()
     result = extract(
-        plan, samples, engine, ExtractLimits(reserve_bytes=1 << 30, max_failed_samples=0),
+        plan, samples, spec.make(), ExtractLimits(reserve_bytes=1 << 30, max_failed_samples=0),
         out=work / "states", manifest_path=work / "states.json", home=work / ".eyas", executor=executor,
     )  # fmt: skip
     wall_s, ready_s = time.monotonic() - begin_s, sorted(at_s - begin_s for at_s, _ in executor.workers.values())
