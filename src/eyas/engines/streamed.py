@@ -3,7 +3,8 @@
     python -m eyas.engines.streamed TARGET_JSON TOKENS MANIFEST_JSON RING    started by the training (eyas.batches.feed)
 
 Lines of JSON come in and go out. In: ``capture`` (a shard, or some samples of it), ``write`` (the room that a captured
-shard takes is there). Out: ``ready``, ``progress``, ``captured`` (with the exact size), ``written``, ``error``. A shard waits in memory between ``captured``
+shard takes is there). Out: ``ready``, ``progress``, ``alive`` (the
+engine waits for its server), ``captured`` (with the exact size), ``written``, ``error``. A shard waits in memory between ``captured``
 and ``write``, so the ring never holds a byte that was not granted; the engine works at the next one meanwhile.
 
 It runs as its own process: what ends an engine does not end a training, and it can have its own GPUs and threads.
@@ -20,6 +21,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,7 +44,7 @@ from eyas.contracts import (
     TargetIdentity,
     TokenSample,
 )
-from eyas.engines.base import Engine
+from eyas.engines.base import Engine, OnWait
 from eyas.engines.batch import capture_batch
 from eyas.engines.calibrate import calibrate, stored_calibration
 from eyas.engines.check_start import check_start, probe_samples
@@ -58,6 +60,8 @@ from eyas.tokens.dataset import read_lengths
 from eyas.tokens.part import TokenLookup
 
 Message = dict[str, Any]
+ALIVE_S = 1.0
+"""Between two words that the engine waits for its server."""
 MAX_WAITING = 64
 """Shards that may wait to be written; the training asks for a few at a time, and for damaged ones between."""
 
@@ -74,12 +78,19 @@ class Parent:
         self._source, self._sink, self._saying = source, sink, threading.Lock()
         self.commands: queue.Queue[Message | None] = queue.Queue()
         self._permits, self._granted, self._is_gone = set[int](), threading.Condition(), False
+        self._alive_s = 0.0
 
     def say(self, **message: Any) -> None:
         """Send a line."""
         with self._saying, contextlib.suppress(BrokenPipeError):  # its end is seen by ``listen``
             self._sink.write(json.dumps(message) + "\n")
             self._sink.flush()
+
+    def alive(self) -> None:
+        """Tell that the thread that calls this waits, and does not hang."""
+        if time.monotonic() - self._alive_s > ALIVE_S:
+            self._alive_s = time.monotonic()
+            self.say(alive=True)
 
     def listen(self) -> None:
         """Sort what comes in, until it ends; for a thread of its own."""
@@ -266,7 +277,7 @@ def serve(parent: Parent, target_path: Path, tokens_path: Path, manifest_path: P
     check_image("extract.image", manifest.capture.image)
     plan = streamed_plan(manifest.capture, read_lengths(tokens_path), target.hidden_size)
     tokens = TokenLookup(tokens_path)
-    engine = engine_of(params, target, plan)
+    engine = engine_of(params, target, plan, parent.alive)
     _check_engine(engine.describe(), manifest)
     worker = Worker(plan, tokens, engine, parent, ring, params.extract.reserve_bytes)
     with contextlib.closing(engine):
@@ -282,7 +293,7 @@ def serve(parent: Parent, target_path: Path, tokens_path: Path, manifest_path: P
         worker.run(waiting)
 
 
-def engine_of(params: Params, target: TargetIdentity, plan: CapturePlan) -> Engine:
+def engine_of(params: Params, target: TargetIdentity, plan: CapturePlan, on_wait: OnWait) -> Engine:
     """The engine that a plan's capture names, with its own options."""
     capture = plan.capture
     options = {key: value for key, value in capture.engine_options.items() if key not in ("dtype", "device")}
@@ -296,6 +307,7 @@ def engine_of(params: Params, target: TargetIdentity, plan: CapturePlan) -> Engi
         longest_tokens=plan.shards[0].samples[0].num_tokens,
         dtype=params.target.dtype,
         device=params.target.device,
+        on_wait=on_wait,
     )
 
 

@@ -225,6 +225,45 @@ def test_a_capturing_process_that_dies_or_hangs_is_started_again(place, monkeypa
     assert "started again" in capsys.readouterr().err
 
 
+RESTARTS = """
+    import pathlib, time
+    from eyas.engines import streamed
+    from eyas.engines.fake import FakeEngine
+    capture, make, mark, told = FakeEngine.capture, streamed.make_engine, pathlib.Path("happened"), []
+
+    def made(name, *, on_wait=lambda: None, **how):
+        told.append(on_wait)
+        return make(name, **how)
+
+    def changed(self, batch, counts=[0]):
+        counts[0] += 1
+        if counts[0] == 15 and not mark.exists():
+            mark.touch()
+            end_s = time.monotonic() + 12
+            while time.monotonic() < end_s:
+                told[0]()
+                time.sleep(0.1)
+            {then}
+        yield from capture(self, batch)
+
+    streamed.make_engine, FakeEngine.capture = made, changed
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("then", "num_starts"), [("pass", 1), ("time.sleep(1000)", 2)])
+def test_an_engine_that_restarts_its_server_for_long_is_waited_for(
+    place, monkeypatch, tmp_path, capsys, then, num_starts
+):
+    """Minutes, with a large target: its process says that it lives. One that then hangs is found none the less."""
+    root, expected = place
+    monkeypatch.setenv("EYAS_WATCHDOG_S", "5")
+    found, _ = world.run_stream(root, worker=patched(tmp_path, RESTARTS.format(then=then)))
+    assert found == expected
+    assert (root / "happened").exists()
+    assert capsys.readouterr().err.count("started again") == num_starts - 1
+
+
 def test_one_that_never_starts_ends_the_training(place, tmp_path):
     root, _ = place
     with pytest.raises(ServerError, match=r"ended with code 7 and no word of why; it was the third in a row"):
