@@ -16,6 +16,7 @@ import pytest
 import stream_world as world
 
 from eyas import fs
+from eyas.batches.stream import StreamReader
 from eyas.errors import ConfigError, DiskError, ServerError, StoreError, TrainError
 from eyas.shards.ring import Ring
 
@@ -177,6 +178,72 @@ def test_a_ring_that_holds_the_set_captures_it_once(place, monkeypatch):
     found, outcome = world.run_stream(root)
     assert found == expected
     assert [epoch["captured"][0] for epoch in outcome.stream["epochs"]] == [90, 0]
+
+
+NOTING = """
+    from eyas.engines import streamed
+
+    def noted(word):
+        with open("noted", "a") as file:
+            file.write(word)
+
+    class Noting(streamed.Parent):
+        def take(self, *, wait):
+            found = super().take(wait=wait)
+            noted("c" * len(found))
+            return found
+
+        def say(self, **message):
+            if "written" in message:
+                noted("w")
+            super().say(**message)
+
+    streamed.Parent = Noting
+"""
+
+
+def most_under_way(root):
+    """Shards that were asked of the capturing process and not yet written, at most."""
+    noted, under_way, most = (root / "noted").read_text(), 0, 0
+    for word in noted:
+        under_way += 1 if word == "c" else -1
+        most = max(most, under_way)
+    return most
+
+
+def test_pinned_shards_wait_in_memory_no_more_than_others(place, monkeypatch, tmp_path):
+    """However many samples are read again and again: a few shards are asked for at a time, and no more than fit."""
+    root, _ = place
+    changes = {"validation_share": 0.5, "num_steps": 2}
+    streamed = world.part_of(
+        root / "data/tokens", world.manifest_of(root), world.inputs_of(root, world.stored_part(root), **changes).config
+    )
+    assert len(streamed.pinned) > 6
+    monkeypatch.setenv("EYAS_RING_BYTES", str(streamed.need.least_bytes))
+    with Watched(root / ".eyas/ring") as watched:
+        world.run_stream(root, worker=patched(tmp_path, NOTING), **changes)
+    assert most_under_way(root) <= 2
+    assert 0 < watched.peak_bytes <= streamed.need.least_bytes
+
+
+def test_a_ring_that_an_earlier_run_left_larger_shrinks(place, monkeypatch):
+    """Its shards are used as far as they fit, also when every one that is needed lies there."""
+    root, expected = place
+    monkeypatch.setenv("EYAS_RING_BYTES", str(10**7))
+    monkeypatch.setattr(StreamReader, "give_back", StreamReader.end)
+    found, _ = world.run_stream(root)
+    left = allocated_bytes(ring_of(root).folder)
+    monkeypatch.setenv("EYAS_RING_BYTES", str(least(root)))
+    assert left > least(root)
+    shutil.rmtree(root / "from_stream")
+    seen = []
+    follow = StreamReader.follow
+    monkeypatch.setattr(
+        StreamReader, "follow", lambda *rest: (seen.append(allocated_bytes(ring_of(root).folder)), follow(*rest))[1]
+    )
+    again, outcome = world.run_stream(root)
+    assert found == again == expected
+    assert max(seen[0], allocated_bytes(ring_of(root).folder), outcome.stream["peak_bytes"]) <= least(root)
 
 
 # ── faults ────────────────────────────────────────────────────────────────────────────────────
