@@ -294,9 +294,9 @@ def serve(parent: Parent, target_path: Path, tokens_path: Path, manifest_path: P
 
 
 def engine_of(params: Params, target: TargetIdentity, plan: CapturePlan, on_wait: OnWait) -> Engine:
-    """The engine that a plan's capture names, with its own options."""
-    capture = plan.capture
-    options = {key: value for key, value in capture.engine_options.items() if key not in ("dtype", "device")}
+    """The engine that a plan's capture names, with its options, dtype and device: what decides bytes is in the plan."""
+    capture, options = plan.capture, dict(plan.capture.engine_options)
+    dtype, device = options.pop("dtype"), options.pop("device")
     return make_engine(
         capture.engine,
         target=target,
@@ -305,8 +305,8 @@ def engine_of(params: Params, target: TargetIdentity, plan: CapturePlan, on_wait
         options=options,
         trust_remote_code=params.target.trust_remote_code,
         longest_tokens=plan.shards[0].samples[0].num_tokens,
-        dtype=params.target.dtype,
-        device=params.target.device,
+        dtype=dtype,
+        device=device,
         on_wait=on_wait,
     )
 
@@ -331,7 +331,7 @@ def _probe(
             target,
             folder,
             plan.capture.boundaries,
-            dtype=params.target.dtype,
+            dtype=plan.capture.engine_options["dtype"],
             trust_remote_code=params.target.trust_remote_code,
         )
 

@@ -1,6 +1,7 @@
 """A streamed training ends in the bytes of one from stored states, within its ring, whatever happens on the way."""
 
 import contextlib
+import io
 import os
 import shutil
 import signal
@@ -14,9 +15,11 @@ from pathlib import Path
 import processes
 import pytest
 import stream_world as world
+import yaml
 
 from eyas import fs
 from eyas.batches.stream import StreamReader
+from eyas.engines import streamed
 from eyas.errors import ConfigError, DiskError, ServerError, StoreError, TrainError
 from eyas.shards.ring import Ring
 
@@ -215,15 +218,46 @@ def test_pinned_shards_wait_in_memory_no_more_than_others(place, monkeypatch, tm
     """However many samples are read again and again: a few shards are asked for at a time, and no more than fit."""
     root, _ = place
     changes = {"validation_share": 0.5, "num_steps": 2}
-    streamed = world.part_of(
+    streaming = world.part_of(
         root / "data/tokens", world.manifest_of(root), world.inputs_of(root, world.stored_part(root), **changes).config
     )
-    assert len(streamed.pinned) > 6
-    monkeypatch.setenv("EYAS_RING_BYTES", str(streamed.need.least_bytes))
+    assert len(streaming.pinned) > 6
+    monkeypatch.setenv("EYAS_RING_BYTES", str(streaming.need.least_bytes))
     with Watched(root / ".eyas/ring") as watched:
         world.run_stream(root, worker=patched(tmp_path, NOTING), **changes)
     assert most_under_way(root) <= 2
-    assert 0 < watched.peak_bytes <= streamed.need.least_bytes
+    assert 0 < watched.peak_bytes <= streaming.need.least_bytes
+
+
+def test_the_target_runs_as_it_ran_for_the_stored_part(place, monkeypatch):
+    """Dtype and device decide the bytes and stand in the plan: what params.yaml says by now is not asked."""
+    root, _ = place
+    capture = world.manifest_of(root).capture
+    assert (capture.engine_options["dtype"], capture.engine_options["device"]) == ("bfloat16", "cpu")
+    params = yaml.safe_load((root / "params.yaml").read_text())
+    params["target"] |= {"dtype": "float32", "device": "cuda"}
+    (root / "params.yaml").write_text(yaml.safe_dump(params))
+    run_as, make = [], streamed.make_engine
+
+    def noted(name, **how):
+        run_as.append((how["dtype"], how["device"]))
+        return make(name, **how)
+
+    def judged(*_, dtype, **__):
+        run_as.append((dtype, ""))
+        raise ServerError("seen")
+
+    for name, other in (("make_engine", noted), ("check_start", judged), ("SERVER_ENGINES", ("fake",))):
+        monkeypatch.setattr(streamed, name, other)
+    monkeypatch.setattr(streamed, "ensure", lambda *_: root)
+    parent = streamed.Parent(io.StringIO(), io.StringIO())
+    parent.commands.put({"capture": 0, "shard": world.make_plan(root, "store").shards[0].path, "only": None})
+    (root / "ring").mkdir()
+    with pytest.raises(ServerError, match="seen"):
+        streamed.serve(
+            parent, root / "models/target.json", root / "data/tokens", root / "stream/hidden_states.json", root / "ring"
+        )
+    assert run_as == [("bfloat16", "cpu"), ("bfloat16", "")]
 
 
 def test_a_ring_that_an_earlier_run_left_larger_shrinks(place, monkeypatch):
