@@ -57,7 +57,7 @@ from eyas.shards.encode import Encoder
 from eyas.shards.writer import FinishedShard, ShardAssembly
 from eyas.target.locate import ensure
 from eyas.tokens.dataset import read_lengths
-from eyas.tokens.part import TokenLookup
+from eyas.tokens.table import TokenTable
 
 Message = dict[str, Any]
 ALIVE_S = 1.0
@@ -163,7 +163,7 @@ class Worker:
 
     Args:
         plan: As a stored set of all samples has it.
-        tokens: The dataset.
+        tokens: By sample id.
         engine: Open.
         parent: Who asks.
         ring: Folder with ``states`` and ``pinned``.
@@ -173,7 +173,7 @@ class Worker:
     def __init__(
         self,
         plan: CapturePlan,
-        tokens: TokenLookup,
+        tokens: Mapping[str, TokenSample],
         engine: Engine,
         parent: Parent,
         ring: Path,
@@ -210,8 +210,7 @@ class Worker:
         found = self._parent.take(wait=wait)
         samples = [sample for command in found for batch in self._batches(command) for sample in batch]
         if samples:
-            tokens = self._tokens.take(sample.sample_id for sample in samples)
-            self._engine.announce([tokens[sample.sample_id] for sample in samples])
+            self._engine.announce([self._tokens[sample.sample_id] for sample in samples])
         return deque(found)
 
     def _batches(self, command: Message) -> list[tuple[PlannedSample, ...]]:
@@ -224,7 +223,7 @@ class Worker:
         job, shard, batches = command["capture"], self._shards[command["shard"]], self._batches(command)
         names = {sample.sample_id for batch in batches for sample in batch}
         only = frozenset(names if command["only"] is None else command["only"])
-        tokens = self._tokens.take(names)
+        tokens = {name: self._tokens[name] for name in names}
         assembly = ShardAssembly(
             _part(shard, only), self._plan.capture, self._plan.hidden_size, tokens, encoder, self.scales_ND
         )
@@ -276,7 +275,7 @@ def serve(parent: Parent, target_path: Path, tokens_path: Path, manifest_path: P
     manifest = fs.read_record(ShardManifest, manifest_path)
     check_image("extract.image", manifest.capture.image)
     plan = streamed_plan(manifest.capture, read_lengths(tokens_path), target.hidden_size)
-    tokens = TokenLookup(tokens_path)
+    tokens = TokenTable(tokens_path, ring)
     engine = engine_of(params, target, plan, parent.alive)
     _check_engine(engine.describe(), manifest)
     worker = Worker(plan, tokens, engine, parent, ring, params.extract.reserve_bytes)

@@ -17,7 +17,7 @@ import pytest
 import stream_world as world
 import yaml
 
-from eyas import fs
+from eyas import config, fs
 from eyas.batches.stream import StreamReader
 from eyas.engines import streamed
 from eyas.errors import ConfigError, DiskError, ServerError, StoreError, TrainError
@@ -493,6 +493,20 @@ def test_what_cannot_be_streamed_is_refused_before_an_engine_starts(place, monke
     other.rmdir()
     with pytest.raises(TrainError, match="stored states are those of a whole set"):
         world.run_stream(root, worker=never, part="store")
+
+
+def test_the_room_for_the_tokens_of_a_stream_is_counted(place, monkeypatch):
+    """Ids and masks lie on the disk while states are captured, five bytes a token, beside the ring."""
+    root, _ = place
+    size, tokens_bytes = least(root), 5 * world.num_tokens(root)
+    monkeypatch.setenv("EYAS_RING_BYTES", str(size))
+    room = size + config.load().extract.reserve_bytes + tokens_bytes
+    monkeypatch.setattr(fs, "free_bytes", lambda _: room - 1)
+    with pytest.raises(DiskError, match=r"the ring takes .* tokens"):
+        world.run_stream(root, worker=["-c", "raise SystemExit(7)"])
+    monkeypatch.setattr(fs, "free_bytes", lambda _: room)
+    with pytest.raises(ServerError, match="ended with code 7"):
+        world.run_stream(root, worker=["-c", "raise SystemExit(7)"])
 
 
 @pytest.mark.slow
