@@ -21,6 +21,7 @@ MAKE = """#!/bin/sh
 echo "make $1 ${BASE_CPU:-}" >> "$DIARY"
 [ "$1" != "$BROKEN" ]
 """
+TESTS = ["test", "test-kernels", "fetch", "test-sglang-quick"]
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def targets(diary: list[str]) -> list[str]:
 def test_an_image_is_built_on_a_base_of_this_machine_and_removed(ci):
     code, said, diary = ci()
     assert (code, "NO IMAGE" in said) == (0, False)
-    assert targets(diary) == ["pins", "check", "lock-check", "image-check", "sbom", "test", "test-kernels"]
+    assert targets(diary) == ["pins", "check", "lock-check", "image-check", "sbom", *TESTS]
     assert "make image-check localhost/eyas-base:ci" in diary
     assert diary[-1] == "buildah rmi"
     assert [line for line in diary if line == "buildah rm"] == ["buildah rm"] * 2  # the probe's box, the base's
@@ -72,10 +73,10 @@ def test_a_machine_that_builds_none_is_told_in_one_line_and_runs_the_rest(ci, ma
     code, said, diary = ci(**machine)
     assert code == 0
     assert f"NO IMAGE WAS BUILT: this machine builds none: {reason}\n" in said
-    assert targets(diary) == ["pins", "check", "lock-check", "smoke", "test", "test-kernels"]
+    assert targets(diary) == ["pins", "check", "lock-check", "smoke", *TESTS]
 
 
-@pytest.mark.parametrize("broken", ["image-check", "smoke", "test"])
+@pytest.mark.parametrize("broken", ["image-check", "smoke", "test", "test-sglang-quick"])
 def test_what_fails_fails_the_whole(ci, broken):
     code, _, diary = ci(broken=broken, forbidden="yes" if broken == "smoke" else "")
     assert code != 0

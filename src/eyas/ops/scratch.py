@@ -15,9 +15,11 @@ from pathlib import Path
 from eyas import console, fs
 from eyas.errors import EyasError
 from eyas.ops.params import write_params
+from eyas.plan import interpreter
 
 SMALL = ("DRAFTER=smoke",)
 SHARED = {"EYAS_TARGETS_DIR": ".eyas/targets", "EYAS_WHEELS": ".eyas/wheels"}
+PYTHONS = {interpreter.VARIABLE: interpreter.OWN, interpreter.VLLM_VARIABLE: interpreter.VLLM_OWN}
 LEFT_OUT = ("data/raw/", "dvc.lock", "reports/", "tests/")
 KEPT = ("data/raw/README.md",)
 
@@ -47,8 +49,11 @@ def run_small(root: Path, folder: Path) -> None:
 
 
 def environment(root: Path, folder: Path) -> dict[str, str]:
-    """Environment in which stages run the copy's code with the original's targets and wheels."""
+    """Environment in which stages run the copy's code with the original's targets, wheels and servers."""
     shared = {name: os.environ.get(name, os.fspath((root / path).resolve())) for name, path in SHARED.items()}
+    for name, path in PYTHONS.items():
+        if (root / path).exists():  # absolute, not resolved: a virtual environment's python is a link
+            shared[name] = os.environ.get(name) or os.fspath((root / path).absolute())
     programs = os.pathsep.join((os.fspath(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     return os.environ | shared | {"PATH": programs, "PYTHONPATH": os.fspath((folder / "src").resolve())}
 

@@ -40,6 +40,8 @@ count = [0]
 
 
 lock = threading.Lock()
+LINGERS_S = 2.5
+dying = threading.Event()
 
 
 def strikes(name: str) -> bool:
@@ -134,6 +136,12 @@ def prefill() -> None:
         count[0] += 1
         if strikes("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if strikes("lingers"):  # killed, but its process takes its time to be gone: connections break, new ones too
+            dying.set()
+            threading.Timer(LINGERS_S, os._exit, [1]).start()
+        if dying.is_set():
+            done.put(None)
+            continue
         if strikes("frozen"):
             os.kill(os.getpid(), signal.SIGSTOP)
         if strikes("hang"):
@@ -160,7 +168,10 @@ class Handler(BaseHTTPRequestHandler):
         return
 
     def do_GET(self) -> None:
-        self.answer(200 if self.path == "/health" or self.is_allowed() else 401, {})
+        if dying.is_set():
+            self.hang_up()
+        else:
+            self.answer(200 if self.path == "/health" or self.is_allowed() else 401, {})
 
     def is_allowed(self) -> bool:
         return self.headers.get("Authorization") == f"Bearer {key}"
@@ -168,7 +179,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         rid, ids = body.get("rid"), body.get("input_ids")
-        if not self.is_allowed():
+        if dying.is_set():
+            self.hang_up()
+        elif not self.is_allowed():
             self.answer(401, {"error": "Unauthorized"})
         elif not ids or strikes("unusable"):
             self.answer(400, {"error": {"message": "Either text, input_ids or input_embeds should be provided."}})
@@ -179,15 +192,21 @@ class Handler(BaseHTTPRequestHandler):
         elif max(ids) >= VOCAB or min(ids) < 0:
             os._exit(1)  # one wrong id ends the whole server
         elif strikes("dropped"):
-            self.connection.shutdown(socket.SHUT_RDWR)
-            self.close_connection = True
+            self.hang_up()
         else:
             done: queue.Queue = queue.Queue()
             flying.add(rid)
             work.put((body, done))
-            status, plain = done.get()
+            found = done.get()
             flying.discard(rid)
-            self.answer(status, plain)
+            if found is None:
+                self.hang_up()
+            else:
+                self.answer(*found)
+
+    def hang_up(self) -> None:
+        self.connection.shutdown(socket.SHUT_RDWR)
+        self.close_connection = True
 
     def answer(self, status: int, plain: object) -> None:
         text = json.dumps(plain).encode()

@@ -72,7 +72,9 @@ def test_a_fault_of_one_sample_is_tried_again_alone_and_named_when_it_stays(engi
     assert engine.keeper.num_restarts == 0
 
 
-@pytest.mark.parametrize("fault", ["killed", "dropped", pytest.param("frozen", marks=pytest.mark.slow), "hang"])
+@pytest.mark.parametrize(
+    "fault", ["killed", "dropped", "lingers", pytest.param("frozen", marks=pytest.mark.slow), "hang"]
+)
 def test_a_server_that_dies_or_hangs_is_started_again(engine, fail, fault, monkeypatch):
     """Case 54: what is not complete is sent again; nothing is lost and nothing is stored twice."""
     monkeypatch.setenv("EYAS_WATCHDOG_S", "4")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,19 @@ def test_targets_are_shared_and_code_is_the_copy(tmp_path: Path, monkeypatch: py
     assert values["EYAS_TARGETS_DIR"] == "/elsewhere"
     assert values["EYAS_WHEELS"] == str(tmp_path / ".eyas/wheels")
     assert values["PYTHONPATH"] == str(tmp_path / "copy/src")
+
+
+def test_servers_set_up_in_the_original_run_in_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("EYAS_SGLANG_PYTHON", "EYAS_VLLM_PYTHON"):
+        monkeypatch.delenv(name, raising=False)
+    python = tmp_path / ".venv-vllm/bin/python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)  # as in a virtual environment
+    values = environment(tmp_path, tmp_path / "copy")
+    assert values["EYAS_VLLM_PYTHON"] == str(python)
+    assert "EYAS_SGLANG_PYTHON" not in values
+    monkeypatch.setenv("EYAS_VLLM_PYTHON", "/other/python")
+    assert environment(tmp_path, tmp_path / "copy")["EYAS_VLLM_PYTHON"] == "/other/python"
 
 
 def finished(folder: Path) -> Path:

@@ -121,7 +121,7 @@ class Double:
         if not self.waiting or self.reply is None:
             raise queue.Empty
         number = self.waiting.pop(-1 if len(self.waiting) > 1 else 0)  # not in their order
-        return 0.0, Answered(number, self.reply(number))
+        return 0.0, Answered(number, self.reply(number), 0.0)
 
 
 def done(number):

@@ -80,6 +80,10 @@ class Client:
         with_key, without = (self._status("/v1/models", headers, timeout_s) for headers in (self.headers, {}))
         return with_key == 200 and without == 401
 
+    def answers(self, timeout_s: float = 5.0) -> bool:
+        """Whether the server's process answers, whatever its scheduler does."""
+        return self._status("/v1/models", self.headers, timeout_s) == 200
+
     def _status(self, path: str, headers: Mapping[str, str], timeout_s: float) -> int:
         """Of the answer; 0 for none."""
         connection = self._connection(timeout_s)

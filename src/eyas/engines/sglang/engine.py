@@ -197,8 +197,8 @@ class SglangEngine:
             match event:
                 case wire.Piece():
                     flight.piece(event)
-                case Answered(number, reply):
-                    self._answered(number, reply)
+                case Answered():
+                    self._answered(event)
                 case wire.Pong():
                     if flight.handed_over(event):
                         session.pulse.beat(now=True)
@@ -214,16 +214,16 @@ class SglangEngine:
             keeper.renew(fault)
             self._attach()
 
-    def _answered(self, number: int, reply: Reply) -> None:
-        session = self.keeper.session
+    def _answered(self, event: Answered) -> None:
+        session, reply = self.keeper.session, event.reply
         if reply.kind == "unusable":
             raise unusable(reply)
-        if reply.kind == "lost" and self.keeper.ends_now():
+        if reply.kind == "lost" and not session.outlives(event.at_s):
             return  # a restart follows, and sends it again
         if reply.kind == "done":
             self.keeper.finished()
         # A ping that is under way already may have passed the last piece: only a later one decides.
-        if self._flight.answered(number, reply, session.pulse.next_number):
+        if self._flight.answered(event.number, reply, session.pulse.next_number):
             session.pulse.beat(now=True)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[Generated]:
@@ -253,7 +253,7 @@ class SglangEngine:
                     keeper.finished()
                     yield answer(request, reply)
                 elif reply.kind == "lost":
-                    num_lost[event.number] = num_lost.get(event.number, 0) + (not keeper.ends_now())
+                    num_lost[event.number] = num_lost.get(event.number, 0) + keeper.session.outlives(event.at_s)
                     if num_lost[event.number] == MAX_LOST_ANSWERS:
                         raise CaptureError(f"request {request.request_id}: no answer: {reply.message}")
                     waiting.appendleft((event.number, request))

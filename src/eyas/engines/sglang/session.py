@@ -33,15 +33,17 @@ BACKOFF_S = (1.0, 5.0, 15.0)
 """Before each restart without a finished request between; then the run ends."""
 PLUGIN_S = 120.0
 """For a server of ours to open its plugin's socket, or to end, while /health is answered already."""
-END_S = 1.0
+END_S = 30.0
+"""For a server to end, or to answer, after a connection broke; a killed one may take seconds to be gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A reply to one request."""
+    """A reply to one request, and when it came."""
 
     number: int
     reply: Reply
+    at_s: float
 
 
 Event = Answered | wire.Message | Closed
@@ -68,7 +70,8 @@ class Session:
         self.server: Server | None = None
         self.hello: wire.Hello | None = None
         self.nonce = secrets.token_hex(8)
-        self.closed_reason = ""
+        self.closed_reason = self._silence = ""
+        self._alive_s = 0.0
         self._stack = contextlib.ExitStack()
         try:
             self._open(total_bytes)
@@ -89,7 +92,7 @@ class Session:
                 f"{URL_VARIABLE} is {url}, but {wire.SOCKET_VARIABLE} does not name its plugin's socket",
                 "`eyas sglang-command` prints how to start a server that captures",
             )
-        self.client = Client(url, key, lambda number, reply: self._put(Answered(number, reply)))
+        self.client = Client(url, key, lambda number, reply: self._put(Answered(number, reply, time.monotonic())))
         self._stack.callback(self.client.close)
         self.link = Link(socket_path, self._put)
         self._stack.callback(self.link.close)
@@ -184,7 +187,23 @@ class Session:
         """How the server or the plugin's connection ended; empty while both live."""
         if self.server is not None and self.server.exit:
             return f"the server: {self.server.exit}"
-        return f"the scheduler's process is gone: {self.closed_reason}" if self.closed_reason else ""
+        return f"the scheduler's process is gone: {self.closed_reason}" if self.closed_reason else self._silence
+
+    def outlives(self, lost_at_s: float) -> bool:
+        """Whether a connection that broke at this time was that request's own loss, since the server lives: it answers.
+
+        Waits until it does, or has ended; what does neither counts as ended.
+        """
+        deadline_s = time.monotonic() + END_S
+        while lost_at_s >= self._alive_s and not self.end:
+            asked_s = time.monotonic()
+            if self.client.answers():
+                self._alive_s = asked_s
+            elif asked_s > deadline_s:
+                self._silence = f"the server broke a connection and has answered nothing for {END_S:.0f} s"
+            else:
+                time.sleep(0.05)
+        return not self.end
 
     def close(self, *, at_once: bool = False) -> None:
         """End all of it; safe to call twice."""
@@ -210,7 +229,7 @@ class Keeper:
         self.watchdog_s = config.knob("EYAS_WATCHDOG_S", 300)
         self._in_a_row = 0
         self._session: Session | None = None
-        self._progress_s = self._waited_s = 0.0
+        self._progress_s = 0.0
         self._listened_s = time.monotonic()
 
     @property
@@ -259,15 +278,6 @@ class Keeper:
                 found.append(event)
         self._listened_s = time.monotonic()
         return found
-
-    def ends_now(self) -> bool:
-        """Whether a connection that broke is a server's end: its process may take a moment to be gone."""
-        if time.monotonic() - self._waited_s > END_S:
-            deadline_s = time.monotonic() + END_S
-            while not self.session.end and time.monotonic() < deadline_s:
-                time.sleep(0.02)
-            self._waited_s = time.monotonic()
-        return bool(self.session.end)
 
     def fault(self, *, is_busy: bool) -> str:
         """Why the session must be given up; empty while it need not be."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from eyas import config
 from eyas.conversations.generation import GenerateRequest
 from eyas.engines.sglang.engine import answer, answer_body
-from eyas.engines.sglang.session import END_S, LOOK_S, Answered, Session
+from eyas.engines.sglang.session import LOOK_S, Answered, Session
 from eyas.errors import ServerError
 
 
@@ -95,9 +95,8 @@ def _next_answer(session: Session, moved_s: float) -> Answered | None:
 def _text(session: Session, request: GenerateRequest, found: Answered) -> Text:
     reply = found.reply
     if reply.kind != "done":
-        waits_until_s = time.perf_counter() + END_S
-        while reply.kind == "lost" and not session.end and time.perf_counter() < waits_until_s:
-            time.sleep(LOOK_S / 4)  # the connection breaks a moment before the process is gone
+        if reply.kind == "lost":
+            session.outlives(found.at_s)  # the connection breaks a moment before the process is gone
         raise _fault(session, session.end or f"prompt {request.request_id}: {reply.kind}: {reply.message}")
     return Text(ids=answer(request, reply).ids, num_rounds=reply.num_verifications)
 
