@@ -61,6 +61,8 @@ LOCKS := requirements
 PIPELINE := fetch ingest respond tokenize plan extract train evaluate export report
 # Stages that run `extract` when it is out of date. What could wipe hidden states passes the guard.
 GUARDED := extract train evaluate export report
+# States that a remote has and this workspace has not: `make train` reads them from there; docs/remotes.md.
+FAR = $(and $(value EYAS_SHARD_CACHE_BYTES),$(if $(wildcard data/hidden_states),,far))
 GUARD := eyas guard $(if $(FORCE),--force)
 # DVC's state lies with the repository, for a hand-run dvc as well; a moved repository gets its new path.
 SITE_CACHE := $(CURDIR)/.dvc/tmp/site
@@ -131,7 +133,7 @@ report: $(READY) ## reports/index.html; AGAINST=<rev>: this run beside that one,
 $(GUARDED):
 	$(STATE_HERE)
 	$(if $(and $(filter report,$@),$(value AGAINST)),@eyas compare --known -- $(call quoted,AGAINST))
-	$(GUARD) dvc repro $@
+	$(if $(and $(filter train,$@),$(FAR)),eyas train-far,$(GUARD) dvc repro $@)
 	$(if $(and $(filter report,$@),$(value AGAINST)),@eyas compare $(JSON_FLAG) -- $(call quoted,AGAINST))
 $(filter-out $(GUARDED),$(PIPELINE)):
 	$(STATE_HERE)

@@ -80,6 +80,7 @@ def _add_states(commands: argparse._SubParsersAction) -> None:
             commands, name, getattr(run, name), f"hidden states and their manifest {text}; goes on where it stopped"
         )
         moved.add_argument("--remote", default="", metavar="NAME", help="of the remote (default: DVC's default one)")
+    _add(commands, "train-far", run.train_far, "the train stage with its states on a remote, noted in dvc.lock")
     _add(commands, "repair", run.repair, "restore damaged shards from DVC's cache, or capture their samples again")
 
 

@@ -106,6 +106,13 @@ def _transferred(arguments: argparse.Namespace, done: Transferred) -> int:
     return 1 if done.problems else 0
 
 
+def train_far(_: argparse.Namespace) -> int:
+    from eyas.ops.train_far import train_far
+
+    train_far(Path())
+    return 0
+
+
 def repair(arguments: argparse.Namespace) -> int:
     from eyas.ops.repair import repair
 

@@ -64,6 +64,20 @@ def test_a_dry_run_shows_commands_and_runs_none(make, tmp_path):
     assert "eyas gc --confirm 'it'\\''s'" in lines
 
 
+def test_a_training_reads_from_the_remote_what_the_workspace_lacks(make, tmp_path):
+    """And is guarded as ever where the states lie here, or nobody asked for the cache."""
+
+    def commands(*words):
+        lines = [" ".join(line.split()) for line in make("-n", *words).stdout.splitlines()]
+        return [line for line in lines if line.startswith("eyas")]
+
+    assert commands("train", "EYAS_SHARD_CACHE_BYTES=9") == ["eyas train-far"]
+    assert commands("train") == ["eyas guard dvc repro train"]
+    assert commands("evaluate", "EYAS_SHARD_CACHE_BYTES=9") == ["eyas guard dvc repro evaluate"]
+    (tmp_path / "data/hidden_states").mkdir(parents=True)
+    assert commands("train", "EYAS_SHARD_CACHE_BYTES=9") == ["eyas guard dvc repro train"]
+
+
 def test_help_has_its_sections_in_order(make):
     listed = [line for line in make("help").stdout.splitlines() if line and not line.startswith("  ")]
     named = [line.partition(" (")[0] for line in listed]

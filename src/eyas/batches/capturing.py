@@ -1,7 +1,8 @@
 """The capturing process as the training sees it: started, spoken to, watched, ended.
 
 It speaks lines of JSON (``eyas.engines.streamed``). A process that ends without a word, or says nothing for too long
-while it has work, is started anew by whoever drives it.
+while it has work, is started anew by whoever drives it. The thread that captures says that it lives while it waits for
+a server, be it minutes: the engine itself watches that server, and restarts it within limits of its own.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ from eyas.errors import DiskError, EyasError, ServerError
 from eyas.shards.ring import Kind, Ring, RingRecord
 
 AHEAD = 2
-"""Shards being captured or waiting to be written: the engine works at one while the other is written."""
+"""Shards asked of the process at a time, pinned ones too: the engine works at one while the other is written. What waits
+for its room waits in that process's memory."""
 MAX_STARTS = 3
 """Processes that may end in a row without a shard in between."""
 TICK_S = 0.02
@@ -54,6 +55,11 @@ class _Job:
     """Known when it is captured."""
     failed: tuple[FailedSample, ...] = ()
     is_granted: bool = False
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Lower ones go first."""
+        return self.need, self.number
 
 
 class Feed:
@@ -108,6 +114,8 @@ class Feed:
         wanted |= {("pinned", path): samples for path, samples in self._pinned.items()}
         self._records = self._ring.prepare(wanted)
         self._serial = max((record.serial for record in self._records.values()), default=0)
+        while self._live_bytes() > self._room_bytes and self._evict():
+            pass  # that run's ring was larger
         self.peak_bytes = self._live_bytes()
         if self._records:
             console.log(f"stream: {len(self._records):,} shards of an earlier run lie in the ring")
@@ -183,16 +191,17 @@ class Feed:
         begin_s = time.monotonic()
         try:
             process = self._opened()
-            for job in self._jobs:
+            for job in sorted(self._jobs, key=lambda job: job.rank)[:AHEAD]:  # the first ones also when others wait
                 self._send(process, job)
             self._grant(process, read)
-            has_work = not process.is_ready or any(job.size_bytes is None or job.is_granted for job in self._jobs)
+            sent = [job for job in self._jobs if job.is_sent]
+            has_work = not process.is_ready or any(job.size_bytes is None or job.is_granted for job in sent)
             message = process.hear(TICK_S)
             process.check(has_work=has_work)
         except ServerError as error:
             self._restart(error)
             return
-        if any(job.size_bytes is None for job in self._jobs) and process.is_ready:
+        if any(job.size_bytes is None for job in sent) and process.is_ready:
             self.capture_s += time.monotonic() - begin_s
         if message is not None:
             self._take(message)
@@ -288,11 +297,11 @@ class Feed:
     def _grant(self, process: CapturingProcess, read: int) -> None:
         """Let the shard that is needed first be written, when it is captured and its room is there."""
         waiting = [job for job in self._jobs if not job.is_granted]
-        job = min(waiting, key=lambda job: (job.need, job.number), default=None)
+        job = min(waiting, key=lambda job: job.rank, default=None)
         if job is None or job.size_bytes is None or any(other.is_granted for other in self._jobs):
             return
         wanted = ring_disk_bytes(job.size_bytes)
-        while self._live_bytes() + wanted > self.ring_bytes - RING_SPARE_BYTES:
+        while self._live_bytes() + wanted > self._room_bytes:
             if self._evict():
                 continue
             if job.need >= read + self._packs_per_step:
@@ -340,6 +349,10 @@ class Feed:
     def _drop(self, record: RingRecord) -> None:
         self._ring.drop(record.kind, record.path)
         del self._records[record.kind, record.path]
+
+    @property
+    def _room_bytes(self) -> int:
+        return self.ring_bytes - RING_SPARE_BYTES
 
     def _live_bytes(self) -> int:
         return sum(record.disk_bytes for record in self._records.values())

@@ -8,7 +8,8 @@ Letters: T tokens of the sample, A aux streams, D target hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,6 +18,22 @@ if TYPE_CHECKING:
 
     from eyas.contracts import EngineFacts, TokenSample
 from eyas.conversations.generation import Generated, GenerateRequest
+
+OnWait = Callable[[], None]
+"""Called again and again while an engine waits for its server: who watches this process learns that it does not hang."""
+LOOK_S = 0.2
+
+
+def nobody() -> None:
+    """Who watches when nobody does."""
+
+
+def wait(seconds: float, on_wait: OnWait) -> None:
+    """Sleep, and say so."""
+    end_s = time.monotonic() + seconds
+    while (left_s := end_s - time.monotonic()) > 0:
+        on_wait()
+        time.sleep(min(LOOK_S, left_s))
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def check_planned(
         target,
         ensure(target, params.target),
         plan.capture.boundaries,
-        dtype=params.target.dtype,
+        dtype=plan.capture.engine_options["dtype"],
         trust_remote_code=params.target.trust_remote_code,
     )
 

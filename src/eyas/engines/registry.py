@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.contracts import TargetIdentity
-from eyas.engines.base import Engine
+from eyas.engines.base import Engine, OnWait, nobody
 from eyas.errors import ConfigError
 
 NAMES = ("hf", "sglang", "vllm", "fake")
@@ -66,6 +66,7 @@ def make_engine(
     trust_remote_code: bool = False,
     longest_tokens: int = 0,
     label: str = "",
+    on_wait: OnWait = nobody,
 ) -> Engine:
     """An engine that is not yet open.
 
@@ -81,6 +82,7 @@ def make_engine(
         trust_remote_code: Let transformers run the repository's own model code.
         longest_tokens: Of all that may be asked for, when it is announced bit by bit.
         label: Begins the names of a server's logs, where several engines run in one folder.
+        on_wait: Called while the engine waits for its server; others wait for none.
 
     Raises:
         ConfigError: The engine or one of its options is unknown.
@@ -104,12 +106,14 @@ def make_engine(
         from eyas.engines.vllm.engine import VllmEngine
 
         chosen = chosen if boundaries else {"max_num_seqs": batch_size} | chosen
-        return VllmEngine(target, folder, boundaries, options=chosen, **runs_as)
+        return VllmEngine(target, folder, boundaries, options=chosen, on_wait=on_wait, **runs_as)
     from eyas.engines.sglang.engine import OPTIONS, SglangEngine
 
     _refuse_unknown(name, chosen, OPTIONS)
     chosen = chosen if boundaries else {"max_running_requests": batch_size} | chosen
-    return SglangEngine(target, folder, boundaries, longest_tokens=longest_tokens, label=label, **runs_as, **chosen)
+    return SglangEngine(
+        target, folder, boundaries, longest_tokens=longest_tokens, label=label, on_wait=on_wait, **runs_as, **chosen
+    )
 
 
 def _refuse_unknown(name: str, options: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -3,7 +3,8 @@
     python -m eyas.engines.streamed TARGET_JSON TOKENS MANIFEST_JSON RING    started by the training (eyas.batches.feed)
 
 Lines of JSON come in and go out. In: ``capture`` (a shard, or some samples of it), ``write`` (the room that a captured
-shard takes is there). Out: ``ready``, ``progress``, ``captured`` (with the exact size), ``written``, ``error``. A shard waits in memory between ``captured``
+shard takes is there). Out: ``ready``, ``progress``, ``alive`` (the
+engine waits for its server), ``captured`` (with the exact size), ``written``, ``error``. A shard waits in memory between ``captured``
 and ``write``, so the ring never holds a byte that was not granted; the engine works at the next one meanwhile.
 
 It runs as its own process: what ends an engine does not end a training, and it can have its own GPUs and threads.
@@ -20,8 +21,9 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +42,9 @@ from eyas.contracts import (
     PlannedShard,
     ShardManifest,
     TargetIdentity,
+    TokenSample,
 )
-from eyas.engines.base import Engine
+from eyas.engines.base import Engine, OnWait
 from eyas.engines.batch import capture_batch
 from eyas.engines.calibrate import calibrate, stored_calibration
 from eyas.engines.check_start import check_planned
@@ -54,9 +57,11 @@ from eyas.shards.encode import Encoder
 from eyas.shards.writer import FinishedShard, ShardAssembly
 from eyas.target.locate import ensure
 from eyas.tokens.dataset import read_lengths
-from eyas.tokens.part import TokenLookup
+from eyas.tokens.table import TokenTable
 
 Message = dict[str, Any]
+ALIVE_S = 1.0
+"""Between two words that the engine waits for its server."""
 MAX_WAITING = 64
 """Shards that may wait to be written; the training asks for a few at a time, and for damaged ones between."""
 
@@ -73,12 +78,19 @@ class Parent:
         self._source, self._sink, self._saying = source, sink, threading.Lock()
         self.commands: queue.Queue[Message | None] = queue.Queue()
         self._permits, self._granted, self._is_gone = set[int](), threading.Condition(), False
+        self._alive_s = 0.0
 
     def say(self, **message: Any) -> None:
         """Send a line."""
         with self._saying, contextlib.suppress(BrokenPipeError):  # its end is seen by ``listen``
             self._sink.write(json.dumps(message) + "\n")
             self._sink.flush()
+
+    def alive(self) -> None:
+        """Tell that the thread that calls this waits, and does not hang."""
+        if time.monotonic() - self._alive_s > ALIVE_S:
+            self._alive_s = time.monotonic()
+            self.say(alive=True)
 
     def listen(self) -> None:
         """Sort what comes in, until it ends; for a thread of its own."""
@@ -151,7 +163,7 @@ class Worker:
 
     Args:
         plan: As a stored set of all samples has it.
-        tokens: The dataset.
+        tokens: By sample id.
         engine: Open.
         parent: Who asks.
         ring: Folder with ``states`` and ``pinned``.
@@ -161,7 +173,7 @@ class Worker:
     def __init__(
         self,
         plan: CapturePlan,
-        tokens: TokenLookup,
+        tokens: Mapping[str, TokenSample],
         engine: Engine,
         parent: Parent,
         ring: Path,
@@ -198,8 +210,7 @@ class Worker:
         found = self._parent.take(wait=wait)
         samples = [sample for command in found for batch in self._batches(command) for sample in batch]
         if samples:
-            tokens = self._tokens.take(sample.sample_id for sample in samples)
-            self._engine.announce([tokens[sample.sample_id] for sample in samples])
+            self._engine.announce([self._tokens[sample.sample_id] for sample in samples])
         return deque(found)
 
     def _batches(self, command: Message) -> list[tuple[PlannedSample, ...]]:
@@ -212,7 +223,7 @@ class Worker:
         job, shard, batches = command["capture"], self._shards[command["shard"]], self._batches(command)
         names = {sample.sample_id for batch in batches for sample in batch}
         only = frozenset(names if command["only"] is None else command["only"])
-        tokens = self._tokens.take(names)
+        tokens = {name: self._tokens[name] for name in names}
         assembly = ShardAssembly(
             _part(shard, only), self._plan.capture, self._plan.hidden_size, tokens, encoder, self.scales_ND
         )
@@ -264,8 +275,8 @@ def serve(parent: Parent, target_path: Path, tokens_path: Path, manifest_path: P
     manifest = fs.read_record(ShardManifest, manifest_path)
     check_image("extract.image", manifest.capture.image)
     plan = streamed_plan(manifest.capture, read_lengths(tokens_path), target.hidden_size)
-    tokens = TokenLookup(tokens_path)
-    engine = engine_of(params, target, plan)
+    tokens = TokenTable(tokens_path, ring)
+    engine = engine_of(params, target, plan, parent.alive)
     _check_engine(engine.describe(), manifest)
     worker = Worker(plan, tokens, engine, parent, ring, params.extract.reserve_bytes)
     with contextlib.closing(engine):
@@ -281,10 +292,10 @@ def serve(parent: Parent, target_path: Path, tokens_path: Path, manifest_path: P
         worker.run(waiting)
 
 
-def engine_of(params: Params, target: TargetIdentity, plan: CapturePlan) -> Engine:
-    """The engine that a plan's capture names, with its own options."""
-    capture = plan.capture
-    options = {key: value for key, value in capture.engine_options.items() if key not in ("dtype", "device")}
+def engine_of(params: Params, target: TargetIdentity, plan: CapturePlan, on_wait: OnWait) -> Engine:
+    """The engine that a plan's capture names, with its options, dtype and device: what decides bytes is in the plan."""
+    capture, options = plan.capture, dict(plan.capture.engine_options)
+    dtype, device = options.pop("dtype"), options.pop("device")
     return make_engine(
         capture.engine,
         target=target,
@@ -293,8 +304,9 @@ def engine_of(params: Params, target: TargetIdentity, plan: CapturePlan) -> Engi
         options=options,
         trust_remote_code=params.target.trust_remote_code,
         longest_tokens=plan.shards[0].samples[0].num_tokens,
-        dtype=params.target.dtype,
-        device=params.target.device,
+        dtype=dtype,
+        device=device,
+        on_wait=on_wait,
     )
 
 

@@ -1,7 +1,7 @@
 """``eyas push``, ``eyas pull`` and ``eyas verify --remote``: states and manifest to a DVC remote and back, and proof.
 
 DVC moves the bytes and goes on where it stopped: objects that arrived are not sent again. What it says is shown without
-credentials, a failed transfer is tried again, and nothing is called done before every object was asked for (after a
+credentials (of its bars the two counts alone), a failed transfer is tried again, and nothing is called done before every object was asked for (after a
 push) or read (after a pull).
 """
 
@@ -10,10 +10,13 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import re
+import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +31,15 @@ ATTEMPTS = 5
 WAIT_S = 1.0
 THREADS = 16
 TAIL_LINES = 5
+COUNT = r"(\d+(?:\.\d+)?)([kM]?)"
+TRANSFER_BAR = re.compile(rf"\b{COUNT}/{COUNT} \[[^\]]*(?:file/s|s/file)\]")
+"""DVC's bar over the objects that move; those of single files count bytes."""
+BAR, ANSI, SCALE = (
+    re.compile(r"^!$|\|.*\[[^\]]*\]$"),
+    re.compile(r"\x1b\[[0-9;]*[A-Za-z]"),
+    {"": 1, "k": 10**3, "M": 10**6},
+)
+LISTEN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +62,9 @@ def push(root: Path, name: str = "") -> Transferred:
         StoreError: There is no manifest or no such remote, or DVC failed several times.
     """
     published, store = _published(root), RemoteStore(root, name)
-    num_attempts = _dvc(root, "push", name, OUTS)
-    return _report(store, _objects(published), num_attempts, share=0.0)
+    objects = _objects(published)
+    num_attempts = _dvc(root, "push", name, OUTS, len(objects))
+    return _report(store, objects, num_attempts, share=0.0)
 
 
 def pull(root: Path, name: str = "") -> Transferred:
@@ -64,8 +77,8 @@ def pull(root: Path, name: str = "") -> Transferred:
     with fs.volume_lock(root / HOME / LOCK_NAME, "pull"):  # no extraction publishes, no gc deletes meanwhile
         num_attempts = _dvc(root, "pull", name, OUTS)
     published = _published(root)
-    with ThreadPoolExecutor(THREADS, "pulled") as pool:
-        found = list(pool.map(lambda file: _local_problem(root / OUTS[0] / file.path, file), published.files))
+    jobs = [(file, file.size_bytes) for file in published.files]
+    found = _look(jobs, "pulled", lambda file, _: _local_problem(root / OUTS[0] / file.path, file))
     return Transferred(
         remote=name,
         num_objects=len(found) + 1,
@@ -109,9 +122,8 @@ def _objects(published: Published) -> list[StoredFile]:
 
 def _report(store: RemoteStore, objects: Sequence[StoredFile], num_attempts: int, share: float) -> Transferred:
     read = set(random.Random(0).sample(range(len(objects)), round(share * len(objects))))  # noqa: S311
-    jobs = [(file, index in read) for index, file in enumerate(objects)]
-    with ThreadPoolExecutor(THREADS, "remote") as pool:
-        found = list(pool.map(lambda job: _far_problem(store, *job), jobs))
+    jobs = [(file, file.size_bytes if index in read else 0) for index, file in enumerate(objects)]
+    found = _look(jobs, "remote", lambda file, num_bytes: _far_problem(store, file, num_bytes > 0))
     return Transferred(
         remote=store.name,
         num_objects=len(objects),
@@ -120,6 +132,18 @@ def _report(store: RemoteStore, objects: Sequence[StoredFile], num_attempts: int
         num_attempts=num_attempts,
         problems=tuple(problem for problem in found if problem),
     )
+
+
+def _look(jobs: Sequence[tuple[StoredFile, int]], what: str, look: Callable[[StoredFile, int], str]) -> list[str]:
+    """What is wrong with each file, by a look that reads so many bytes of it."""
+    progress, num_bytes, found = console.Progress(what, len(jobs), unit="objects"), 0, []
+    with ThreadPoolExecutor(THREADS, what) as pool:
+        for (_, read_bytes), problem in zip(jobs, pool.map(lambda job: look(*job), jobs), strict=True):
+            num_bytes += read_bytes
+            found.append(problem)
+            progress.advance(1, console.human_bytes(num_bytes))
+    progress.close()
+    return found
 
 
 def _far_problem(store: RemoteStore, file: StoredFile, is_read: bool) -> str:
@@ -142,17 +166,17 @@ def _local_problem(path: Path, file: StoredFile) -> str:
     return "" if found == file.md5 else f"{file.path}: md5 {found}, expected {file.md5}"
 
 
-def _dvc(root: Path, verb: str, name: str, outs: Iterable[str]) -> int:
+def _dvc(root: Path, verb: str, name: str, outs: Iterable[str], num_objects: int = 0) -> int:
     """Run ``dvc push`` or ``pull`` until it succeeds; how often that took."""
     command = [sys.executable, "-m", "dvc", verb, *(["-r", name] if name else []), *outs]
     secrets, said = Secrets(root), ""
     for attempt in range(1, ATTEMPTS + 1):
-        done = subprocess.run(
-            command, cwd=root, env=os.environ | {"DVC_NO_ANALYTICS": "1"}, capture_output=True, text=True, check=False
-        )
-        if done.returncode == 0:
+        progress = console.Progress(verb, num_objects, unit="objects")
+        code, lines = _dvc_once(command, root, progress)
+        progress.close()
+        if code == 0:
             return attempt
-        said = "; ".join(secrets.out_of(line) for line in done.stderr.splitlines()[-TAIL_LINES:] if line.strip())
+        said = "; ".join(secrets.out_of(line) for line in lines)
         console.log(f"dvc {verb}: attempt {attempt} of {ATTEMPTS} failed: {said}")
         if attempt < ATTEMPTS:
             time.sleep(WAIT_S * attempt)
@@ -160,6 +184,46 @@ def _dvc(root: Path, verb: str, name: str, outs: Iterable[str]) -> int:
         f"dvc {verb} failed {ATTEMPTS} times: {said}",
         f"`eyas {verb}` goes on from here: what arrived is not sent again",
     )
+
+
+def _dvc_once(command: Sequence[str], root: Path, progress: console.Progress) -> tuple[int, Sequence[str]]:
+    """Run DVC; its exit code, and the last lines that are no bars."""
+    environment = os.environ | {"DVC_NO_ANALYTICS": "1", "DVC_IGNORE_ISATTY": "1"}  # bars also into a pipe
+    lines, rest = deque[str](maxlen=TAIL_LINES), ""
+    process = subprocess.Popen(
+        command, cwd=root, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, bufsize=0
+    )
+    try:
+        assert process.stderr is not None
+        with process.stderr as stderr:
+            while True:
+                if not select.select([stderr], [], [], LISTEN_S)[0]:
+                    progress.advance(0)
+                elif data := stderr.read(1 << 16):
+                    *said, rest = re.split(r"[\r\n]", rest + data.decode(errors="replace"))
+                    lines += _without_bars(said, progress)
+                else:
+                    break
+        lines += _without_bars([rest], progress)
+        return process.wait(), lines
+    finally:  # also when this one is interrupted
+        process.kill()
+        process.wait()
+
+
+def _without_bars(said: Iterable[str], progress: console.Progress) -> list[str]:
+    """Lines in words; what the bars among them count goes into ours."""
+    lines = []
+    for text in (ANSI.sub("", raw).strip() for raw in said):
+        bar = TRANSFER_BAR.search(text)
+        if bar is not None:
+            done, progress.total = (
+                round(float(number) * SCALE[unit]) for number, unit in (bar.group(1, 2), bar.group(3, 4))
+            )
+            progress.advance(done - progress.done)
+        elif text and not BAR.search(text):
+            lines.append(text)
+    return lines
 
 
 def transferred_text(done: Transferred) -> str:

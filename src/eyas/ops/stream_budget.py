@@ -47,8 +47,10 @@ class StreamAccount:
     train_tokens_per_s: float | None
     floor_h200_hours: float
     """Of one epoch's capture, all weights taken as active."""
+    token_bytes: int
+    """Of ids and masks, which lie in a file of the capturing process while it runs."""
     headroom_bytes: int
-    """Free above the reserve with the stored part and the ring; negative when they do not fit."""
+    """Free above the reserve with the stored part, the ring and that file; negative when they do not fit."""
 
     @property
     def capture_s(self) -> float | None:
@@ -106,7 +108,8 @@ def stream_account(
         train_tokens_per_s=_rate(rates, "train"),
         floor_h200_hours=2 * num_weights * streamed.plan.num_tokens / FLOOR_FLOPS / 3600,
         there_bytes=there,
-        headroom_bytes=found.headroom_bytes - max(size - there, 0),
+        token_bytes=streamed.plan.token_bytes,
+        headroom_bytes=found.headroom_bytes - max(size - there, 0) - streamed.plan.token_bytes,
     )
 
 
@@ -125,6 +128,7 @@ def stream_values(account: StreamAccount) -> dict[str, Any]:
         "ring_bytes": account.ring_bytes,
         "ring_there_bytes": account.there_bytes,
         "set_bytes": account.need.set_bytes,
+        "token_bytes": account.token_bytes,
         "num_tokens": account.num_tokens,
         "capture_tokens_per_s": account.capture_tokens_per_s,
         "train_tokens_per_s": account.train_tokens_per_s,
@@ -149,7 +153,7 @@ def stream_text(account: StreamAccount) -> str:
         (
             "ring",
             f"{shown(account.ring_bytes)} ({said}); {shown(need.least_bytes)} at least: {shown(need.window_bytes)} are "
-            f"shuffled together, {shown(need.pinned_bytes)} stay for calibration and validation",
+            f"shuffled together, {shown(need.pinned_bytes)} stay for calibration and validation; {shown(account.token_bytes)} of ids beside it",
         ),
         ("kept", _kept(account)),
         ("capture", _line(account.num_tokens, account.capture_tokens_per_s, account.capture_s, "make extract")),

@@ -1,8 +1,9 @@
 """Shards of a remote on this disk: at most so many bytes, the least recently read go first.
 
 A shard is fetched whole when a sample of it is read, its md5 compared while it arrives; each block is checked again on
-every read, so a file that was damaged here is dropped and fetched anew. Processes of one machine share the folder: room
-is made and taken under a lock, and files being fetched count with their full size.
+every read, so a file that was damaged here is dropped and fetched anew. Processes share the folder, in containers and on
+hosts that mount it too: room is made and taken under a lock, and files being fetched count with their full size. Whoever
+fetches a file holds a lock on it, which ends with its holder: a part that can be locked is nobody's.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import fcntl
 import hashlib
 import os
 import queue
+import secrets
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from eyas import config, fs
 from eyas.contracts import ShardEntry, ShardManifest
@@ -110,35 +113,40 @@ class ShardCache:
         return self._remote.read(entry.md5, begin, end)
 
     def _fetch(self, entry: ShardEntry, path: Path) -> None:
-        part = path.with_name(f"{path.name}.{os.getpid()}{fs.PART_SUFFIX}")
         found = ""
         for _ in range(FETCHES):
-            try:
-                with fs.disk_errors(path):
-                    self._take_room(part, entry.size_bytes)
-                    found = self._download(entry, part)
-                    if found == entry.md5:
-                        with self._locked():  # who counts the files meanwhile would see neither name
-                            os.replace(part, path)
-                        self.num_fetched_bytes += entry.size_bytes
-                        return
-            finally:
-                part.unlink(missing_ok=True)
+            with fs.disk_errors(path), self._part(entry) as (part, handle):
+                found = self._download(entry, handle)
+                if found == entry.md5:
+                    with self._locked():  # who counts the files meanwhile would see neither name
+                        os.replace(part, path)
+                    self.num_fetched_bytes += entry.size_bytes
+                    return
         raise RemoteError(
             f"{entry.path}: remote {self._remote.name} holds bytes of md5 {found} under {entry.md5}",
             "the remote is damaged: `eyas verify --remote` names what is; push it again from where it is whole",
         )
 
-    def _download(self, entry: ShardEntry, part: Path) -> str:
+    def _download(self, entry: ShardEntry, handle: BinaryIO) -> str:
         md5 = hashlib.md5(usedforsecurity=False)
-        with part.open("r+b") as handle:
-            for piece in self._remote.pieces(entry.md5, entry.size_bytes):
-                md5.update(piece)
-                handle.write(piece)
+        for piece in self._remote.pieces(entry.md5, entry.size_bytes):
+            md5.update(piece)
+            handle.write(piece)
+        handle.flush()
         return md5.hexdigest()
 
-    def _take_room(self, part: Path, num_bytes: int) -> None:
-        """Make room for a file and take it, by giving the empty file its full size."""
+    @contextlib.contextmanager
+    def _part(self, entry: ShardEntry) -> Iterator[tuple[Path, BinaryIO]]:
+        """A file to fetch into, ours as long as it is open."""
+        part = self._folder / f"{entry.md5}.{secrets.token_hex(4)}{fs.PART_SUFFIX}"
+        with self._take_room(part, entry.size_bytes) as handle:
+            try:
+                yield part, handle
+            finally:
+                part.unlink(missing_ok=True)
+
+    def _take_room(self, part: Path, num_bytes: int) -> BinaryIO:
+        """Make room for a file and take it, by giving the empty file, locked, its full size."""
         while True:
             with self._locked():
                 files = sorted(self._files(), key=lambda file: file[1])
@@ -150,18 +158,19 @@ class ShardCache:
                         path.unlink(missing_ok=True)
                         total -= size
                 if total + num_bytes <= self._max_bytes:
-                    with part.open("wb") as handle:
-                        handle.truncate(num_bytes)
-                    return
+                    handle = part.open("xb")
+                    fcntl.flock(handle, fcntl.LOCK_EX)
+                    handle.truncate(num_bytes)
+                    return handle
             time.sleep(WAIT_S)  # others are fetching; each of them ends
 
     def _files(self) -> Iterator[tuple[Path, int, int]]:
-        """Shards and parts with time of the last read and size; parts of processes that are gone are removed."""
+        """Shards and parts with time of the last read and size; parts that nobody fetches are removed."""
         for entry in os.scandir(self._folder):
             path = Path(entry.path)
             if entry.name == LOCK_NAME:
                 continue
-            if path.suffix == fs.PART_SUFFIX and not Path("/proc", path.stem.rpartition(".")[2]).exists():
+            if path.suffix == fs.PART_SUFFIX and not _is_locked(path):
                 path.unlink(missing_ok=True)
                 continue
             with contextlib.suppress(FileNotFoundError):
@@ -176,6 +185,16 @@ class ShardCache:
             yield
         finally:
             os.close(fd)
+
+
+def _is_locked(part: Path) -> bool:
+    """Whether somebody fetches it, in whatever process, container or host."""
+    with contextlib.suppress(FileNotFoundError), part.open("r+b") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def shard_cache(root: Path, manifest: ShardManifest) -> ShardCache | None:

@@ -251,46 +251,12 @@ def read_names(folder: Path) -> list[StoredSample]:
     return [StoredSample(num_tokens=lengths[row["sample_id"]], **row) for row in rows]
 
 
-def read_group_names(folder: Path) -> Iterator[list[str]]:
-    """Sample ids of each row group."""
-    with _open(folder) as file:
-        for i in range(file.num_row_groups):
-            yield file.read_row_group(i, columns=["sample_id"])["sample_id"].to_pylist()
-
-
 def iter_masks(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
     """(sample id, loss mask) of every sample, one row group in memory; ids are not read, so contents are not checked."""
     with _open(folder) as file:
         for i in range(file.num_row_groups):
             table = file.read_row_group(i, columns=["sample_id", "loss_mask"])
             yield from zip(table["sample_id"].to_pylist(), _arrays(table["loss_mask"]), strict=True)
-
-
-def read_group(folder: Path, group: int) -> list[TokenSample]:
-    """Samples of one row group; whoever uses one checks it with ``check_row``.
-
-    Raises:
-        DataError: The dataset is missing or damaged.
-    """
-    with _open(folder) as file:
-        columns, ids, masks = _columns(folder, file, group)
-    names = [{name: values[i] for name, values in columns.items()} for i in range(len(ids))]
-    rows = zip(names, ids, masks, strict=True)
-    return [_sample_of(row, ids_T, mask_T) for row, ids_T, mask_T in rows]
-
-
-def _sample_of(row: dict[str, Any], ids_T: np.ndarray, mask_T: np.ndarray) -> TokenSample:
-    facts = {name: value for name, value in row.items() if name != "num_tokens"}
-    return TokenSample(**facts, input_ids=tuple(ids_T.tolist()), loss_mask=tuple(mask_T.tolist()))
-
-
-def check_row(sample: TokenSample) -> None:
-    """Refuse a sample whose id is not its content's.
-
-    Raises:
-        DataError: Both ids are named.
-    """
-    _row_digest(sample)
 
 
 def read_index(folder: Path) -> TokenIndex:

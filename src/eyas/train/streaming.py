@@ -28,18 +28,19 @@ PATIENCE_S = 60.0
 """For a capturing process whose training was killed."""
 
 
-def ring_bytes(need: RingNeed, room_bytes: int) -> int:
+def ring_bytes(need: RingNeed, free_bytes: int, token_bytes: int) -> int:
     """Size of the ring: ``EYAS_RING_BYTES``, or the usual one as far as there is room.
 
     Args:
         need: Of the set.
-        room_bytes: Free above the reserve, what lies in the ring included.
+        free_bytes: Above the reserve, what lies in the ring included.
+        token_bytes: Of ids and masks, which the capturing process has in a file beside it.
 
     Raises:
         ConfigError: The wanted size is none, or too small for this set.
         DiskError: The volume has no room for it.
     """
-    said = os.environ.get(RING_BYTES)
+    said, room_bytes = os.environ.get(RING_BYTES), free_bytes - token_bytes
     size = config.knob(RING_BYTES, max(1, min(need.usual_bytes, max(room_bytes, need.least_bytes))))
     shown = console.human_bytes
     if size < need.least_bytes:
@@ -50,7 +51,8 @@ def ring_bytes(need: RingNeed, room_bytes: int) -> int:
         )
     if size > room_bytes:
         raise DiskError(
-            f"the ring takes {shown(size)}, the volume has {shown(max(room_bytes, 0))} above extract.reserve_bytes",
+            f"the ring takes {shown(size)} and the ids of its tokens {shown(token_bytes)}, the volume has "
+            f"{shown(max(free_bytes, 0))} above extract.reserve_bytes",
             f"free space (`make budget` says how), or set {RING_BYTES} to {need.least_bytes} or more",
         )
     return size
@@ -81,7 +83,7 @@ def open_stream(
             held.enter_context(fs.volume_lock(home / LOCK_NAME, f"streamed training of {plan.identity[:16]}"))
             lock = held.enter_context(_when_free(home / RING_LOCK))
             there = sum(p.stat().st_size for p in ring.folder.rglob("*") if p.is_file()) if ring.folder.is_dir() else 0
-            size = ring_bytes(streamed.need, fs.free_bytes(home) - reserve_bytes + there)
+            size = ring_bytes(streamed.need, fs.free_bytes(home) - reserve_bytes + there, plan.token_bytes)
             console.log(
                 f"stream: a ring of {console.human_bytes(size)} in {ring.folder}; "
                 f"{console.human_bytes(streamed.need.least_bytes)} are needed at once"

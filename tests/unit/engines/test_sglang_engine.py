@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -92,6 +93,39 @@ def test_a_server_that_dies_or_hangs_is_started_again(engine, fail, fault, monke
     check_equal(got, samples)
     # A loaded machine may look like a hang once more.
     assert (engine.keeper.num_restarts > 0) == (fault != "dropped")
+
+
+def test_whoever_watches_this_process_learns_that_it_waits_for_a_server(fail, monkeypatch, tmp_path):
+    """While one starts for the first time, while another follows one that was killed, and through the pause before it."""
+    monkeypatch.setenv("EYAS_SGLANG_START_S", "3")
+    monkeypatch.setattr(session, "BACKOFF_S", (3.0,))
+    told = []
+    engine = make_engine(
+        "sglang", target=make_target(), folder=tmp_path, boundaries=BOUNDARIES, dtype="bfloat16", options=OPTIONS,
+        on_wait=lambda: told.append(time.monotonic()),
+    )  # fmt: skip
+    samples = make_samples(6)
+    engine.announce(samples)
+    fail(**{"never up": 0})
+    with pytest.raises(ServerError, match="not ready after 3 s"):
+        engine.open()
+    assert longest_silence(told, 3) < 2
+    engine.open()
+    told.clear()
+    try:
+        fail(killed=2)
+        begin_s = time.monotonic()
+        capture(engine, samples)
+        assert longest_silence([begin_s, *told, time.monotonic()], 3) < 2
+    finally:
+        engine.close()
+    assert engine.keeper.num_restarts == 1
+
+
+def longest_silence(told, seconds):
+    """Between two words of which there are so many seconds."""
+    assert told[-1] - told[0] > seconds - 1
+    return max(later - earlier for earlier, later in itertools.pairwise(told))
 
 
 def test_a_scheduler_that_answers_no_ping_is_given_up(engine, fail, monkeypatch):

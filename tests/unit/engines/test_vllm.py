@@ -1,6 +1,7 @@
 """The vllm engine around a double of vLLM: what a fault leaves is a whole sample or a named one, never a wrong row."""
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 from eyas.contracts import TokenSample
 from eyas.conversations.generation import GenerateRequest
+from eyas.engines.base import nobody
 from eyas.engines.registry import make_engine
 from eyas.engines.vllm import dispatch, engine, files, preflight, process, shared_memory
 from eyas.errors import CaptureError, ConfigError, PlanError, ServerError
@@ -63,7 +65,7 @@ def opened(identity, folders):
     """Opens engines and closes them."""
     with contextlib.ExitStack() as stack:
 
-        def make(boundaries=BOUNDARIES, **options):
+        def make(boundaries=BOUNDARIES, on_wait=nobody, **options):
             made = make_engine(
                 "vllm",
                 target=identity,
@@ -71,6 +73,7 @@ def opened(identity, folders):
                 boundaries=boundaries,
                 dtype="float32",
                 options=options,
+                on_wait=on_wait,
             )
             stack.callback(made.close)
             made.open()
@@ -171,6 +174,20 @@ def test_the_watchdog_ends_a_wait(opened, fault, monkeypatch):
     else:
         check_all(list(made.capture([faulty])), [faulty])
     assert time.monotonic() - begin_s < 8
+
+
+def test_whoever_watches_this_process_learns_that_it_waits_for_vllm(opened, monkeypatch):
+    """While a worker starts, while it works, and through the pause before another."""
+    told = []
+    monkeypatch.setattr(dispatch, "FIRST_BACKOFF_S", 3.0)
+    monkeypatch.setattr(dispatch, "MAX_BACKOFF_S", 3.0)
+    made = opened(on_wait=lambda: told.append(time.monotonic()))
+    assert told
+    faulty = sample("faulty", [9, double.DIE_ONCE])
+    told.clear()
+    check_all(list(made.capture([faulty, *SAMPLES])), [faulty, *SAMPLES])
+    assert told[-1] - told[0] > 3
+    assert max(later - earlier for earlier, later in itertools.pairwise(told)) < 2
 
 
 def test_a_frozen_worker_is_replaced(opened, monkeypatch):

@@ -316,14 +316,6 @@ def test_a_damaged_remote_is_an_error_that_names_the_shard(pushed, server):
         reader.read(name)
 
 
-def test_parts_of_a_killed_process_are_removed(pushed):
-    part = pushed.root / "cache" / f"{'0' * 32}.999999999{fs.PART_SUFFIX}"
-    cache = pushed.cache(1)
-    part.write_bytes(bytes(10_000))
-    with cache.open(pushed.manifest.shards[0]):
-        assert not part.exists()
-
-
 def test_a_bound_below_a_shard_is_refused(pushed):
     largest = max(entry.size_bytes for entry in pushed.manifest.shards)
     with pytest.raises(ConfigError, match="EYAS_SHARD_CACHE_BYTES: 10, expected at least"):

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from eyas.errors import DataError
 from eyas.rows import CALIBRATION_ROWS, stored_rows
-from eyas.tokens import part
 from eyas.tokens.dataset import make_sample, read_lengths, read_names, read_tokens, write_tokens
-from eyas.tokens.part import TokenLookup, calibration_samples, planned_part
+from eyas.tokens.part import calibration_samples, planned_part
 
 
 @pytest.fixture
@@ -49,23 +47,3 @@ def test_the_judging_part_is_held_out_calibration_and_one_of_each_source(folder:
     counts = [stored_rows(samples[name].loss_mask, "trained").counts for name in chosen]
     assert found.trained_rows == tuple(map(sum, zip(*counts, strict=True)))
     assert planned_part(folder, "all").lengths == read_lengths(folder)
-
-
-def test_samples_by_id_are_the_dataset_s_own_in_bounded_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part, "CACHED_GROUPS", 1)
-    expected = {s.sample_id: s for s in read_tokens(folder)}
-    lookup = TokenLookup(folder)
-    assert len(lookup) == len(expected) == 2500
-    names = random.Random(1).sample(sorted(expected), 40)
-    assert lookup.take(names) == {name: expected[name] for name in names}
-    assert len(lookup._groups) == 1
-    with pytest.raises(KeyError):
-        lookup["0" * 16]
-
-
-def test_another_dataset_under_the_same_path_is_found(folder: Path) -> None:
-    lookup = TokenLookup(folder)
-    samples = read_tokens(folder)
-    write_tokens(folder, samples[::-1])
-    with pytest.raises(DataError, match="is not where it was"):
-        lookup[samples[0].sample_id]

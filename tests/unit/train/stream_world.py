@@ -23,7 +23,8 @@ from eyas.plan.identity import STORED, capture_identity
 from eyas.shards.reader import ShardReader
 from eyas.tokens import part
 from eyas.tokens.dataset import make_sample, read_index, read_names, write_tokens
-from eyas.tokens.part import TokenLookup, planned_part
+from eyas.tokens.part import planned_part
+from eyas.tokens.table import TokenTable
 from eyas.train import data
 from eyas.train.distributed import World
 from eyas.train.run import train
@@ -84,9 +85,8 @@ def capture_set(root, source):
     engine = make_engine("fake", target=world.make_identity(), folder=None, boundaries=(1, 2, 3), dtype="bfloat16")
     out, manifest = root / f"{source}/hidden_states", root / f"{source}/hidden_states.json"
     limits = ExtractLimits(reserve_bytes=0, max_failed_samples=0)
-    extract(
-        plan, TokenLookup(root / "data/tokens"), engine, limits, out=out, manifest_path=manifest, home=root / ".eyas"
-    )
+    tokens = TokenTable(root / "data/tokens", root)
+    extract(plan, tokens, engine, limits, out=out, manifest_path=manifest, home=root / ".eyas")
     return ShardReader(out, fs.read_record(ShardManifest, manifest))
 
 

@@ -18,7 +18,7 @@ import torch
 from eyas import config
 from eyas.contracts import EngineFacts, TargetIdentity, TokenSample
 from eyas.conversations.generation import Generated, GenerateRequest
-from eyas.engines.base import CapturedSample
+from eyas.engines.base import CapturedSample, OnWait, nobody
 from eyas.engines.generate import check_request
 from eyas.engines.sglang import collector, preflight, wire
 from eyas.engines.sglang.client import Reply
@@ -48,6 +48,7 @@ class SglangEngine:
         trust_remote_code: Let the server run the repository's own model code.
         longest_tokens: Of all that may be asked for, when it is announced bit by bit; 0: the announcement tells.
         label: Begins the names of its logs.
+        on_wait: Called while the server is waited for.
         options: See ``OPTIONS``; ``max_running_requests: 1`` is the deterministic setting.
     """
 
@@ -62,6 +63,7 @@ class SglangEngine:
         trust_remote_code: bool = False,
         longest_tokens: int = 0,
         label: str = "",
+        on_wait: OnWait = nobody,
         **options: Any,
     ) -> None:
         self._wanted = Wanted(
@@ -76,7 +78,7 @@ class SglangEngine:
             label=label,
         )
         self._longest_tokens = longest_tokens
-        self.keeper = Keeper(self._wanted)
+        self.keeper = Keeper(self._wanted, on_wait)
         self._flight = Flight(self._wanted.layout)
         self._takers: ThreadPoolExecutor | None = None
 

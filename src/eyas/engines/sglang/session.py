@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eyas import config, console
+from eyas.engines.base import LOOK_S, OnWait, nobody, wait
 from eyas.engines.sglang import attached, preflight, wire
 from eyas.engines.sglang.arena import Arena, arena_bytes, free_shm_bytes
 from eyas.engines.sglang.client import Client, Reply, is_url
@@ -30,7 +31,6 @@ from eyas.plan.interpreter import sglang_python
 KEY_VARIABLE = "EYAS_SGLANG_API_KEY"
 BACKOFF_S = (1.0, 5.0, 15.0)
 """Before each restart without a finished request between; then the run ends."""
-LOOK_S = 0.2
 PLUGIN_S = 120.0
 """For a server of ours to open its plugin's socket, or to end, while /health is answered already."""
 END_S = 30.0
@@ -57,14 +57,15 @@ class Session:
         num_log: Number of its log.
         longest: Tokens of the longest request.
         total_bytes: Slots of all samples; bounds the arena.
+        on_wait: Called while it starts.
 
     Raises:
         ServerError: It does not come up, or is not as the plan expects.
         DiskError: There is too little shared memory.
     """
 
-    def __init__(self, wanted: Wanted, num_log: int, longest: int, total_bytes: int) -> None:
-        self.wanted, self.num_log, self.longest = wanted, num_log, longest
+    def __init__(self, wanted: Wanted, num_log: int, longest: int, total_bytes: int, on_wait: OnWait = nobody) -> None:
+        self.wanted, self.num_log, self.longest, self._on_wait = wanted, num_log, longest, on_wait
         self.events: queue.SimpleQueue[tuple[float, Event]] = queue.SimpleQueue()
         self.server: Server | None = None
         self.hello: wire.Hello | None = None
@@ -125,7 +126,7 @@ class Session:
                 raise self.server.fault(f"the server did not start: {self.server.exit}")
             if time.monotonic() - start_s > limit_s:
                 raise self._never_ready(url, limit_s)
-            time.sleep(LOOK_S)
+            wait(LOOK_S, self._on_wait)
         if self.server is not None:
             console.log(f"sglang: ready after {console.human_seconds(time.monotonic() - start_s)}")
 
@@ -137,7 +138,7 @@ class Session:
                 raise server.fault(f"the server did not start: {server.exit}")
             if time.monotonic() - start_s > PLUGIN_S:
                 raise server.fault(f"the server is up, but eyas' plugin in it opened no socket in {PLUGIN_S:.0f} s")
-            time.sleep(LOOK_S)
+            wait(LOOK_S, self._on_wait)
 
     def _never_ready(self, url: str, limit_s: float) -> ServerError:
         if self.server is not None:
@@ -216,10 +217,11 @@ class Keeper:
 
     Args:
         wanted: What it is for.
+        on_wait: Called while it waits for a server: to start, or for what one gives.
     """
 
-    def __init__(self, wanted: Wanted) -> None:
-        self.wanted = wanted
+    def __init__(self, wanted: Wanted, on_wait: OnWait = nobody) -> None:
+        self.wanted, self._on_wait = wanted, on_wait
         self.longest, self.total_bytes = 0, 1 << 62
         self.num_restarts = 0
         self.lost_at_s: list[float] = []
@@ -243,7 +245,7 @@ class Keeper:
 
     def open(self) -> None:
         """Open the first one."""
-        self._session = Session(self.wanted, self.num_restarts + 1, self.longest, self.total_bytes)
+        self._session = Session(self.wanted, self.num_restarts + 1, self.longest, self.total_bytes, self._on_wait)
         self.progressed()
 
     def close(self) -> None:
@@ -263,6 +265,7 @@ class Keeper:
     def next_events(self) -> list[Event]:
         """What happened; waits a moment when nothing did. Ends at once when the server does."""
         session, found = self.session, []
+        self._on_wait()
         # A caller that was long away (a slow disk) let the server run dry: silence counts only while somebody listens.
         self._progress_s += time.monotonic() - self._listened_s
         with contextlib.suppress(queue.Empty):
@@ -305,7 +308,7 @@ class Keeper:
                 problem = f"the server failed {self._in_a_row + 1} times without a finished request between: {reason}"
                 raise ServerError(problem) if old.server is None else old.server.fault(problem)
             console.log(f"sglang: {reason}; starts again in {BACKOFF_S[self._in_a_row]:.0f} s")
-            time.sleep(BACKOFF_S[self._in_a_row])
+            wait(BACKOFF_S[self._in_a_row], self._on_wait)
             self._in_a_row += 1
             try:
                 self.open()

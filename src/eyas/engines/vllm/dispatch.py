@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas import console
+from eyas.engines.base import OnWait, nobody, wait
 from eyas.engines.vllm import files
 from eyas.engines.vllm.process import Worker, WorkerEndError
 from eyas.errors import ServerError
@@ -59,10 +60,19 @@ class Dispatcher:
         folder: Where states come to lie.
         max_flying: Requests that are with the worker at most.
         patience_s: How long a worker may be silent, or a file may be late.
+        on_wait: Called while a worker is waited for.
     """
 
-    def __init__(self, start: Callable[[], Worker], folder: Path, max_flying: int, patience_s: float) -> None:
+    def __init__(
+        self,
+        start: Callable[[], Worker],
+        folder: Path,
+        max_flying: int,
+        patience_s: float,
+        on_wait: OnWait = nobody,
+    ) -> None:
         self._start, self._folder, self._max_flying, self._patience_s = start, folder, max_flying, patience_s
+        self._on_wait = on_wait
         self.worker: Worker | None = None
         self.budget_bytes = 0
         self._wanted: deque[Job] = deque()
@@ -112,6 +122,7 @@ class Dispatcher:
         Raises:
             ServerError: The worker does not stay up.
         """
+        self._on_wait()
         try:
             worker = self._running()
             self._admit(worker)
@@ -249,7 +260,7 @@ class Dispatcher:
             )
         pause_s = min(FIRST_BACKOFF_S * 2 ** (self._num_restarts - 1), MAX_BACKOFF_S)
         console.log(f"vllm: {what}; once more in {pause_s:g} s")
-        time.sleep(pause_s)
+        wait(pause_s, self._on_wait)
 
 
 def _is_there(flight: Flight) -> bool:

@@ -21,7 +21,7 @@ import torch
 from eyas import config, console
 from eyas.contracts import EngineFacts, TargetIdentity, TokenSample
 from eyas.conversations.generation import Generated, GenerateRequest
-from eyas.engines.base import CapturedSample
+from eyas.engines.base import CapturedSample, OnWait, nobody
 from eyas.engines.checks import check_sample
 from eyas.engines.generate import check_request
 from eyas.engines.vllm import files, preflight
@@ -53,6 +53,7 @@ class VllmEngine:
         device: A torch device; which one vLLM uses is decided by its build.
         trust_remote_code: Let vLLM run the repository's own model code.
         options: See ``preflight.OPTIONS``.
+        on_wait: Called while the worker is waited for.
 
     Raises:
         ConfigError: An option is unknown or out of range.
@@ -68,12 +69,13 @@ class VllmEngine:
         device: str = "cpu",
         trust_remote_code: bool = False,
         options: Mapping[str, Any] | None = None,
+        on_wait: OnWait = nobody,
     ) -> None:
         self._target, self._folder, self._boundaries = target, folder, tuple(boundaries)
         self._dtype, self._device, self._trust_remote_code = dtype, device, trust_remote_code
         if dtype not in VALUE_BYTES:
             raise ConfigError(f"target.dtype: {dtype!r}, expected one of {', '.join(VALUE_BYTES)} for engine vllm")
-        self._options = preflight.checked_options(options or {})
+        self._options, self._on_wait = preflight.checked_options(options or {}), on_wait
         self._ids: tuple[int, ...] = ()
         self._states: Folder | None = None
         self._dispatcher: Dispatcher | None = None
@@ -95,7 +97,9 @@ class VllmEngine:
         self._patience_s = float(config.knob("EYAS_WATCHDOG_S", WATCHDOG_S))
         self._states = Folder()
         max_flying = FLYING_PER_SEQUENCE * self._options["max_num_seqs"]
-        self._dispatcher = Dispatcher(self._start_worker, self._states.path, max_flying, self._patience_s)
+        self._dispatcher = Dispatcher(
+            self._start_worker, self._states.path, max_flying, self._patience_s, self._on_wait
+        )
         try:
             self._dispatcher.worker = self._start_worker()
             if self._ids:
@@ -200,7 +204,7 @@ class VllmEngine:
     def _start_worker(self) -> Worker:
         assert self._states is not None
         settings = {"engine": self._engine_args(), "folder": str(self._states.path)}
-        worker = Worker([self._python, *COMMAND], settings, self._patience_s)
+        worker = Worker([self._python, *COMMAND], settings, self._patience_s, self._on_wait)
         console.log(f"vllm: starts {self._python}, log in {worker.log}")
         ready = worker.start()
         expected = {"vocab_size": self._target.vocab_size, "device": self._device.partition(":")[0]}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import eyas
+from eyas.engines.base import OnWait, nobody
 from eyas.errors import ServerError
 
 HOME = Path(".eyas/vllm")
@@ -43,10 +44,14 @@ class Worker:
         command: What is run; the number of the socket's descriptor is appended.
         settings: First message to it.
         patience_s: Seconds without a word, or a new line in the log, after which it counts as hung.
+        on_wait: Called while it starts.
     """
 
-    def __init__(self, command: Sequence[str], settings: Mapping[str, Any], patience_s: float) -> None:
+    def __init__(
+        self, command: Sequence[str], settings: Mapping[str, Any], patience_s: float, on_wait: OnWait = nobody
+    ) -> None:
         self._command, self._settings, self._patience_s = tuple(command), settings, patience_s
+        self._on_wait = on_wait
         self._process: subprocess.Popen[bytes] | None = None
         self._rest = b""
         self.log = HOME / f"worker-{os.getpid()}-{os.urandom(3).hex()}.log"
@@ -91,6 +96,7 @@ class Worker:
     def _first_word(self) -> dict[str, Any]:
         size = -1
         while True:
+            self._on_wait()
             for message in self.receive(1.0):
                 if "ready" in message:
                     return message
