@@ -20,6 +20,7 @@ from eyas.engines.loop import ExtractLimits, extract
 from eyas.engines.ray import cluster as adapter
 from eyas.engines.ray import driver
 from eyas.engines.ray.driver import RayExecutor
+from eyas.engines.ray.spec import Lost
 from eyas.errors import CaptureError, ConfigError, DiskError, EyasError, ServerError
 from eyas.plan.watch import Watch
 from eyas.shards import writer
@@ -208,6 +209,45 @@ def test_an_engine_that_opens_nowhere_ends_the_run_by_its_own_error(case, on_thr
     with pytest.raises(ServerError, match="no such device"):
         run_on(case)
     assert 3 <= len(on_threads.made[0].specs) <= 5
+
+
+def test_nodes_that_go_while_their_engines_start_end_no_run(case, unbroken, on_threads):
+    """A host with eight engines that start is gone: eight workers in a row, and nothing is wrong with any."""
+    lost = []
+
+    def edit(name, news):
+        if news.ready is None or len(lost) == 8:
+            return news
+        lost.append(name)
+        on_threads.made[0].workers.pop(name).stop()
+        return Lost(f"{name}: its node has died", is_node_gone=True)
+
+    on_threads.edit = staticmethod(edit)
+    _, executor = run_on(case)
+    assert case.hashes() == unbroken
+    assert executor.num_lost_workers == 8
+
+
+def test_engines_that_do_not_start_end_no_run_while_another_works(case, unbroken, on_threads, monkeypatch):
+    """One node of many has no device: the others make the shards."""
+    monkeypatch.setattr(driver, "HIRE_EVERY_S", 0.02)
+    opened, whole, capture = [], FakeEngine.open, FakeEngine.capture
+
+    def once(self):
+        opened.append(self)
+        if len(opened) > 1:
+            raise ServerError("no such device", "look at it")
+        whole(self)
+
+    def slowly(self, batch):
+        time.sleep(0.05)
+        yield from capture(self, batch)
+
+    monkeypatch.setattr(FakeEngine, "open", once)
+    monkeypatch.setattr(FakeEngine, "capture", slowly)
+    _, executor = run_on(case)
+    assert case.hashes() == unbroken
+    assert executor.num_lost_workers > 3
 
 
 def test_the_reserve_is_kept(case, on_threads, monkeypatch):

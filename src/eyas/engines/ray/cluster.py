@@ -38,6 +38,8 @@ POLL_S = 2.0
 """A worker with nothing to say answers after so long."""
 STOP_S, CONNECT_S = 20.0, 10.0
 WATCHDOG_S, START_S = 300, 1800
+NODE_GONE = "node has died"
+"""Ray's words of an actor that ends with its node."""
 STORE_BYTES = 1 << 30
 """Of a Ray of our own: only token ids and a few samples pass through it."""
 
@@ -144,7 +146,7 @@ class Cluster:
             news: News = self._ray.get(ref)
         except self._ray.exceptions.RayError as error:
             self.dismiss(name)
-            return Lost(f"{name}: {_cause(error)}")
+            return Lost(f"{name}: {_cause(error)}", is_node_gone=NODE_GONE in str(error))
         hired.heard_s = time.monotonic()
         if news.ready is not None:
             hired.limit_s = self._watchdog_s

@@ -38,7 +38,7 @@ from eyas.shards.writer import LOOK_BYTES, FinishedShard
 WORKERS_VARIABLE, GPUS_VARIABLE = "EYAS_RAY_WORKERS", "EYAS_RAY_GPUS_PER_WORKER"
 OWN_VARIABLES = ("EYAS_RAY_ADDRESS", WORKERS_VARIABLE, GPUS_VARIABLE)
 MAX_FAILED_STARTS = 3
-"""Workers in a row that were lost before their engine was open."""
+"""Workers in a row that were lost before their engine was open, while no other works and their nodes live."""
 LOOK_S, SOON_S, HIRE_EVERY_S, WAIT_NOTE_S = 0.5, 0.02, 5.0, 60.0
 
 
@@ -175,7 +175,7 @@ class _Driver:
 
     def _heard(self, name: str, what: News | Lost) -> None:
         if isinstance(what, Lost):
-            self._lose(name, what.reason, None)
+            self._lose(name, what.reason, None, is_node_gone=what.is_node_gone)
             return
         if what.ready is not None:
             self._begin(name, what.ready)
@@ -226,7 +226,7 @@ class _Driver:
         self._cluster.dismiss(name)
         self._lose(name, f"{name}: {error.message if isinstance(error, EyasError) else error}", error)
 
-    def _lose(self, name: str, reason: str, error: Exception | None) -> None:
+    def _lose(self, name: str, reason: str, error: Exception | None, *, is_node_gone: bool = False) -> None:
         self._executor.num_lost_workers += 1
         was_ready = self._ready.pop(name, None) is not None
         # What it finished and said is taken in first: only what nobody has seen goes out again.
@@ -236,8 +236,9 @@ class _Driver:
             self._watch.written(planned.path)
         shutil.rmtree(self._incoming / name, ignore_errors=True)
         console.log(f"extract: worker {name} is lost, {len(back)} shards go out again: {reason}")
-        self._hired_s = 0.0
-        if was_ready:
+        if was_ready or is_node_gone:
+            self._hired_s = 0.0  # another at once; where none starts, not before the next look
+        if was_ready or is_node_gone or self._ready:
             return
         self._num_failed_starts += 1
         if self._num_failed_starts >= MAX_FAILED_STARTS:

@@ -76,3 +76,5 @@ class Lost:
     """A worker whose process or node is gone, or that does not answer."""
 
     reason: str
+    is_node_gone: bool = False
+    """All of it is: that says nothing of the worker."""
