@@ -57,7 +57,7 @@ class Session:
         num_log: Number of its log.
         longest: Tokens of the longest request.
         total_bytes: Slots of all samples; bounds the arena.
-        on_wait: Called while it starts.
+        on_wait: Called while it starts, or is asked whether it lives.
 
     Raises:
         ServerError: It does not come up, or is not as the plan expects.
@@ -202,7 +202,7 @@ class Session:
             elif asked_s > deadline_s:
                 self._silence = f"the server broke a connection and has answered nothing for {END_S:.0f} s"
             else:
-                time.sleep(0.05)
+                wait(0.05, self._on_wait)
         return not self.end
 
     def close(self, *, at_once: bool = False) -> None:
