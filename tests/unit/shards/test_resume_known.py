@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from extract_cases import Case, EditedEngine
+from extract_cases import Case, EditedEngine, with_nan
 
 from eyas import fs
 from eyas.contracts import ShardManifest
@@ -197,3 +197,39 @@ def test_links_that_lead_nowhere_are_no_shards(case, unbroken, tmp_path):
     path.symlink_to(tmp_path / "gone")
     case.extract()
     assert case.hashes() == unbroken
+
+
+def test_a_link_that_leads_nowhere_in_the_spool_costs_no_state_that_lies_in_the_output(tmp_path, unbroken):
+    (tmp_path / "run/.dvc").mkdir(parents=True)
+    case = Case(tmp_path / "run")
+    case.extract()
+    path = case.spool / "states" / case.plan.shards[1].path
+    path.unlink()
+    path.symlink_to(tmp_path / "gone")
+    engine = EditedEngine()
+    case.extract(engine)
+    assert engine.asked == []
+    assert case.hashes() == unbroken
+
+
+def test_a_shard_whose_samples_all_fail_when_it_is_made_again_leaves_no_file(case):
+    """Its earlier file, of a time when one of them had been captured, would be published beside those of the manifest."""
+    ids = [[sample.sample_id for sample in shard.samples] for shard in case.plan.shards]
+    pair = next(shard for shard in ids[:-1] if len(shard) == 2)
+    single = [pair[0], *[shard[0] for shard in ids[:-1] if len(shard) > 1 and shard != pair][:2]]
+
+    def dies(answers):
+        for captured in answers:
+            if captured.sample_id == ids[-1][-1]:
+                raise ZeroDivisionError
+            yield with_nan(captured) if captured.sample_id in single else captured
+
+    def pair_fails(answers):
+        return (with_nan(captured) if captured.sample_id in pair else captured for captured in answers)
+
+    with pytest.raises(ZeroDivisionError):
+        case.extract(EditedEngine(dies), max_failed=3)
+    manifest = case.extract(EditedEngine(pair_fails), max_failed=2).manifest
+    assert [sample.sample_id for sample in manifest.failed] == pair
+    assert {path for path, _ in fs.walk_files(case.out)} == {entry.path for entry in manifest.shards}
+    assert verify(case.out, manifest, case.tokens) == []

@@ -68,7 +68,7 @@ def _is_folder(url: str) -> bool:
 
 def remote_folder(root: Path, remote: Remote) -> Path | None:
     """Where a remote lies that is a folder; DVC takes a relative path as relative to the file that says it."""
-    return Path(os.path.normpath(root / ".dvc" / remote.url)) if _is_folder(remote.url) else None
+    return Path(os.path.normpath(root / ".dvc" / Path(remote.url).expanduser())) if _is_folder(remote.url) else None
 
 
 def _in_folder(folder: str, names: list[str]) -> set[str] | None:
