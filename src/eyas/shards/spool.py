@@ -142,11 +142,11 @@ class Spool:
             StoreError: The spool holds a file of another capture, or one that the plan does not name.
         """
         lines, present, witness = self._lines(), self._present(plan), self._witness()
-        none = JournalLine(FinishedShard(path="", entry=None))
+        none, linked = JournalLine(FinishedShard(path="", entry=None)), self._manifest.exists()
         doubted = [
             shard
             for shard in plan.shards
-            if not lines.get(shard.path, none).is_of(present.get(shard.path), shard, witness)
+            if not lines.get(shard.path, none).is_of(present.get(shard.path), shard, witness, linked=linked)
         ]
         known = {path: line.shard for path, line in lines.items()}
         with ThreadPoolExecutor(config.knob("EYAS_READ_THREADS", min(config.cores(), 8)), "resume") as pool:
