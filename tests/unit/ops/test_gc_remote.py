@@ -122,13 +122,22 @@ def test_people_read_bytes_and_commands_and_gc_leaves_the_remote_alone(pushed):
     assert remote.objects == before
 
 
+def test_an_object_that_a_power_loss_emptied_on_the_remote_is_not_pushed(pushed):
+    project, remote, (old, old_objects), (_, new_objects) = pushed
+    name = next(iter(sorted(old_objects - new_objects - {old})))
+    (remote.base / name[:2] / name[2:]).chmod(0o644)
+    (remote.base / name[:2] / name[2:]).write_bytes(b"")
+    [row] = project.plan()["generations"]
+    assert row["num_pushed"] == row["num_objects"] - 1
+
+
 def test_other_outputs_that_go_are_said_to_be_pushed_or_not(pushed):
     """Also what is no generation: an object here that no commit names."""
     project, *_ = pushed
     for name in ("bb" * 16, STRAY):
         path = project.root / ".dvc/cache/files/md5" / name[:2] / name[2:]
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(b"y" * 10)
+        path.write_bytes(b"x" * 1234)
     [row] = [one for one in project.plan()["others"] if one["title"] == "named by no commit"]
     assert (row["num_objects"], row["num_pushed"]) == (2, 1)
 

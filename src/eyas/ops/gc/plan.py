@@ -111,8 +111,8 @@ def make_plan(root: Path, projects: Sequence[Path] | None, *, is_locked: bool = 
     generations = list_generations(found)
     groups = group(found, gone, generations)
     freed = freed_by_inode((stat for one in groups for stat in one.stats(gone)), found.shared)
-    names = [name for one in groups for name in one.objects]
-    listed_rows = rows(found, gone, groups, freed, pushed_objects(root, names) if names else None)
+    sizes = {name: gone.objects[name].size_bytes for one in groups for name in one.objects}
+    listed_rows = rows(found, gone, groups, freed, pushed_objects(root, sizes) if sizes else None)
     snapshot = _snapshot(found, gone, projects)
     is_empty = not (gone.objects or gone.strays or gone.names)
     return GcPlan(
