@@ -57,6 +57,17 @@ def test_named_files_exist(path: Path) -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_named_commands_of_eyas_exist() -> None:
+    from eyas import cli
+
+    named = {verb for path in DOCUMENTS for verb in re.findall(r"`eyas ([a-z][a-z-]+)", path.read_text())}
+    assert len(named) > 12
+    for verb in named:
+        with pytest.raises(SystemExit) as told:
+            cli._parser().parse_args([verb, "--help"])
+        assert told.value.code == 0, verb
+
+
 def test_decisions_are_short_and_numbered() -> None:
     paths = sorted((ROOT / "docs/decisions").glob("*.md"))
     assert [path.name[:4] for path in paths] == [f"{number:04d}" for number in range(1, len(paths) + 1)]
@@ -92,7 +103,7 @@ def test_ci_runs_make_targets_only() -> None:
 
 
 def test_locks_are_complete_and_name_no_host() -> None:
-    for name in ("cpu", "dev"):
+    for name in ("cpu", "dev", "kernels", "ray", "remotes"):
         text = (ROOT / f"requirements/{name}.lock").read_text()
         assert not re.search(r"https?://|--index-url|--find-links", text)
         pins = re.findall(

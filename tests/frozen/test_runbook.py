@@ -55,13 +55,6 @@ def test_git_has_the_command(words: list[str]) -> None:
     assert words[0] in listed
 
 
-@pytest.mark.parametrize("words", commands("eyas"), ids=" ".join)
-def test_eyas_takes_the_command(words: list[str]) -> None:
-    from eyas import cli
-
-    cli._parser().parse_args(words)
-
-
 @pytest.mark.parametrize("refusal", REFUSED)
 def test_refusal_is_what_the_code_says(refusal: str) -> None:
     assert [part for part in refusal.split("…") if part.strip() and part.strip() not in SOURCES] == []

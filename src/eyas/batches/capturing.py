@@ -27,7 +27,6 @@ OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "M
 """An engine must not take itself for one of the training's processes."""
 END_S = 30.0
 """Until a process that was told to end is killed: servers close their own."""
-START_S, SILENT_S = 1800, 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +96,12 @@ class CapturingProcess:
         Raises:
             ServerError: It is.
         """
-        name, default_s = ("EYAS_WATCHDOG_S", SILENT_S) if self.is_ready else ("EYAS_SGLANG_START_S", START_S)
+        name = "EYAS_WATCHDOG_S" if self.is_ready else "EYAS_SGLANG_START_S"
+        limit_s = config.watchdog_s() if self.is_ready else config.start_s()
         silent_s = time.monotonic() - self._heard_s
         if not has_work:
             self._heard_s = time.monotonic()
-        elif silent_s > config.knob(name, default_s):
+        elif silent_s > limit_s:
             doing = "works" if self.is_ready else "starts"
             raise ServerError(f"the capturing process {doing} and says nothing for {silent_s:.0f} s ({name})")
 

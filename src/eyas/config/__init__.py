@@ -1,6 +1,6 @@
 """Parameters of the pipeline: schema, loading, presets."""
 
-from eyas.config.knobs import cores, knob
+from eyas.config.knobs import cores, knob, start_s, watchdog_s
 from eyas.config.load import PARAMS_PATH, SECTIONS, compose_presets, load, resolve_boundaries, to_yaml
 from eyas.config.machine import machine, settings
 from eyas.config.schema import (
@@ -39,6 +39,8 @@ __all__ = [
     "machine",
     "resolve_boundaries",
     "settings",
+    "start_s",
     "to_yaml",
     "tracked_extract_keys",
+    "watchdog_s",
 ]

@@ -19,6 +19,16 @@ def knob(name: str, default: int) -> int:
     return int(text)
 
 
+def watchdog_s() -> int:
+    """Seconds of silence after which a server, a worker or a capturing process counts as hung."""
+    return knob("EYAS_WATCHDOG_S", 300)
+
+
+def start_s() -> int:
+    """Seconds that an engine may take to start."""
+    return knob("EYAS_SGLANG_START_S", 1800)
+
+
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))

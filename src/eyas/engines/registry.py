@@ -30,7 +30,7 @@ class EngineSpec:
     options: dict[str, Any]
     trust_remote_code: bool = False
 
-    def make(self, *, longest_tokens: int = 0, label: str = "") -> Engine:
+    def make(self, *, longest_tokens: int = 0, label: str = "", on_wait: OnWait = nobody) -> Engine:
         """The engine, not yet open; see ``make_engine``."""
         return make_engine(
             self.name,
@@ -43,6 +43,7 @@ class EngineSpec:
             trust_remote_code=self.trust_remote_code,
             longest_tokens=longest_tokens,
             label=label,
+            on_wait=on_wait,
         )
 
     @property
@@ -102,18 +103,17 @@ def make_engine(
 
         _refuse_unknown(name, chosen, OPTIONS)
         return HfEngine(target, folder, boundaries, batch_size=batch_size, **runs_as, **chosen)
+    runs_as["on_wait"] = on_wait
     if name == "vllm":
         from eyas.engines.vllm.engine import VllmEngine
 
         chosen = chosen if boundaries else {"max_num_seqs": batch_size} | chosen
-        return VllmEngine(target, folder, boundaries, options=chosen, on_wait=on_wait, **runs_as)
+        return VllmEngine(target, folder, boundaries, options=chosen, **runs_as)
     from eyas.engines.sglang.engine import OPTIONS, SglangEngine
 
     _refuse_unknown(name, chosen, OPTIONS)
     chosen = chosen if boundaries else {"max_running_requests": batch_size} | chosen
-    return SglangEngine(
-        target, folder, boundaries, longest_tokens=longest_tokens, label=label, on_wait=on_wait, **runs_as, **chosen
-    )
+    return SglangEngine(target, folder, boundaries, longest_tokens=longest_tokens, label=label, **runs_as, **chosen)
 
 
 def _refuse_unknown(name: str, options: Mapping[str, Any], known: Sequence[str]) -> None:

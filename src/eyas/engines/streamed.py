@@ -3,9 +3,9 @@
     python -m eyas.engines.streamed TARGET_JSON TOKENS MANIFEST_JSON RING    started by the training (eyas.batches.feed)
 
 Lines of JSON come in and go out. In: ``capture`` (a shard, or some samples of it), ``write`` (the room that a captured
-shard takes is there). Out: ``ready``, ``progress``, ``alive`` (the
-engine waits for its server), ``captured`` (with the exact size), ``written``, ``error``. A shard waits in memory between ``captured``
-and ``write``, so the ring never holds a byte that was not granted; the engine works at the next one meanwhile.
+shard takes is there). Out: ``ready``, ``progress``, ``alive`` (the engine waits for its server), ``captured`` (with the
+exact size), ``written``, ``error``. A shard waits in memory between ``captured`` and ``write``, so the ring never holds a
+byte that was not granted; the engine works at the next one meanwhile.
 
 It runs as its own process: what ends an engine does not end a training, and it can have its own GPUs and threads.
 When its input ends, it ends.
@@ -49,7 +49,7 @@ from eyas.engines.batch import capture_batch
 from eyas.engines.calibrate import calibrate, stored_calibration
 from eyas.engines.check_start import check_planned
 from eyas.engines.checked import Checks
-from eyas.engines.registry import make_engine
+from eyas.engines.registry import EngineSpec
 from eyas.errors import DiskError, EyasError, StoreError
 from eyas.plan.build import streamed_plan
 from eyas.shards.codecs import make_codec
@@ -296,18 +296,17 @@ def engine_of(params: Params, target: TargetIdentity, plan: CapturePlan, on_wait
     """The engine that a plan's capture names, with its options, dtype and device: what decides bytes is in the plan."""
     capture, options = plan.capture, dict(plan.capture.engine_options)
     dtype, device = options.pop("dtype"), options.pop("device")
-    return make_engine(
-        capture.engine,
+    spec = EngineSpec(
+        name=capture.engine,
         target=target,
         folder=None if capture.engine == "fake" else ensure(target, params.target),
         boundaries=capture.boundaries,
-        options=options,
-        trust_remote_code=params.target.trust_remote_code,
-        longest_tokens=plan.shards[0].samples[0].num_tokens,
         dtype=dtype,
         device=device,
-        on_wait=on_wait,
+        options=options,
+        trust_remote_code=params.target.trust_remote_code,
     )
+    return spec.make(longest_tokens=plan.shards[0].samples[0].num_tokens, on_wait=on_wait)
 
 
 def _check_engine(facts: EngineFacts, manifest: ShardManifest) -> None:

@@ -34,11 +34,10 @@ TAIL_LINES = 5
 COUNT = r"(\d+(?:\.\d+)?)([kM]?)"
 TRANSFER_BAR = re.compile(rf"\b{COUNT}/{COUNT} \[[^\]]*(?:file/s|s/file)\]")
 """DVC's bar over the objects that move; those of single files count bytes."""
-BAR, ANSI, SCALE = (
-    re.compile(r"^!$|\|.*\[[^\]]*\]$"),
-    re.compile(r"\x1b\[[0-9;]*[A-Za-z]"),
-    {"": 1, "k": 10**3, "M": 10**6},
-)
+SCALE = {"": 1, "k": 10**3, "M": 10**6}
+BAR = re.compile(r"^!$|\|.*\[[^\]]*\]$")
+"""Any of DVC's bars; it draws a lone exclamation mark before the first."""
+ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 LISTEN_S = 1.0
 
 

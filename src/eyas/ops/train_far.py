@@ -19,8 +19,8 @@ from eyas.shards.handover import HOME
 STAGE, DRAFTER = "train", "models/drafter"
 
 
-def train_far(root: Path) -> bool:
-    """Run the train stage and note it; whether there was anything to do.
+def train_far(root: Path) -> None:
+    """Run the train stage and note it, unless DVC has it as up to date.
 
     Args:
         root: The repository; ``EYAS_SHARD_CACHE_BYTES`` lets the stage read from the remote.
@@ -49,7 +49,7 @@ def train_far(root: Path) -> bool:
                 _check_out(stage)
             if not is_stale and not stage.changed_outs():
                 console.log(f"Stage '{STAGE}' didn't change, skipping")
-                return False
+                return
             for dep in stage.deps:
                 if not dep.exists:
                     _take_as_locked(dep, made[dep.fs_path])
@@ -58,7 +58,6 @@ def train_far(root: Path) -> bool:
     except DvcException as error:
         raise EyasError(f"{STAGE}: {error}", "its own lines above say why; the same command goes on") from None
     finished.settle(root / HOME / "train", hashes(locked_stage(root, STAGE), "outs").get(DRAFTER), object_finder(root))
-    return True
 
 
 def _all_before(graph: Any, stage: Any) -> list[Any]:

@@ -95,8 +95,9 @@ def test_a_server_that_dies_or_hangs_is_started_again(engine, fail, fault, monke
     assert (engine.keeper.num_restarts > 0) == (fault != "dropped")
 
 
-def test_whoever_watches_this_process_learns_that_it_waits_for_a_server(fail, monkeypatch, tmp_path):
-    """While one starts for the first time, while another follows one that was killed, and through the pause before it."""
+@pytest.mark.parametrize("fault", ["killed", "lingers"])
+def test_whoever_watches_this_process_learns_that_it_waits_for_a_server(fail, monkeypatch, tmp_path, fault):
+    """While one starts for the first time, while one that was killed ends and another follows, and in the pause before it."""
     monkeypatch.setenv("EYAS_SGLANG_START_S", "3")
     monkeypatch.setattr(session, "BACKOFF_S", (3.0,))
     told = []
@@ -113,7 +114,7 @@ def test_whoever_watches_this_process_learns_that_it_waits_for_a_server(fail, mo
     engine.open()
     told.clear()
     try:
-        fail(killed=2)
+        fail(**{fault: 2})
         begin_s = time.monotonic()
         capture(engine, samples)
         assert longest_silence([begin_s, *told, time.monotonic()], 3) < 2

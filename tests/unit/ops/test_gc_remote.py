@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shlex
@@ -98,15 +99,16 @@ def test_what_a_tag_or_an_adopted_set_names_is_in_use(pushed):
     project.ok("git", "tag", "-d", "keep/old")
     folder = project.root.parent / "their_states"
     folder.mkdir()
-    (folder / "data_0.pt").write_bytes(os.urandom(3000))
+    theirs = os.urandom(3000)
+    (folder / "data_0.pt").write_bytes(theirs)
     done = project.eyas("adopt", "--dir", str(folder), "--engine", "vllm", "--format", "other", "--name", "theirs")
     assert done.returncode == 0, done.stderr
     project.commit("adopted")
     project.ok("dvc", "push", "-q", "adopted/theirs.dvc")
     [after] = project.plan()["remotes"]
-    assert after["needed"]["num_bytes"] >= held["needed"]["num_bytes"] - sum(
-        remote.objects[name] for name in old_objects
-    )
+    kept = remote.objects.keys() - dvc_would_remove(project, after["commands"]["old"], remote)
+    assert after["needed"]["num_bytes"] == sum(remote.objects[name] for name in kept)
+    assert hashlib.md5(theirs).hexdigest() in kept
     assert after["unnamed"]["num_bytes"] == 1234
     assert dvc_would_remove(project, after["commands"]["unnamed"], remote) == {STRAY}
 

@@ -150,7 +150,7 @@ def test_what_goes_wrong_is_told(monkeypatch):
         run_pass(refused, requests, 1, ())  # type: ignore[arg-type]
     silent = Double(None)
     monkeypatch.setenv("EYAS_WATCHDOG_S", "0")
-    monkeypatch.setattr(measure.config, "knob", lambda *_: 0.0)
+    monkeypatch.setattr(measure.config, "watchdog_s", lambda: 0)
     with pytest.raises(ServerError, match="no answer for 0 s"):
         run_pass(silent, requests, 1, ())  # type: ignore[arg-type]
     silent.end = "the server: it was ended by SIGKILL"

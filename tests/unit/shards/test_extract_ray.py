@@ -298,7 +298,7 @@ def test_ray_is_not_installed(case, monkeypatch):
 
 
 def test_a_cluster_that_does_not_answer_is_said_at_once(case, monkeypatch):
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="`make test-ray` installs Ray and runs this")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # nobody listens
         address = f"127.0.0.1:{unused.getsockname()[1]}"

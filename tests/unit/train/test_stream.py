@@ -9,7 +9,6 @@ import pytest
 import stream_world as world
 import yaml
 from stream_place import (  # noqa: F401 - fixtures
-    ONCE,
     SRC,
     Watched,
     allocated_bytes,
@@ -22,7 +21,7 @@ from stream_place import (  # noqa: F401 - fixtures
 )
 
 from eyas.batches.stream import StreamReader
-from eyas.engines import check_start, streamed
+from eyas.engines import check_start, registry, streamed
 from eyas.errors import ServerError
 from eyas.shards.ring import Ring
 
@@ -89,7 +88,7 @@ def test_a_ring_that_holds_the_set_captures_it_once(place, monkeypatch):
 
 
 NOTING = """
-    from eyas.engines import check_start, streamed
+    from eyas.engines import check_start, registry, streamed
 
     def noted(word):
         with open("noted", "a") as file:
@@ -142,7 +141,7 @@ def test_the_target_runs_as_it_ran_for_the_stored_part(place, monkeypatch):
     params = yaml.safe_load((root / "params.yaml").read_text())
     params["target"] |= {"dtype": "float32", "device": "cuda"}
     (root / "params.yaml").write_text(yaml.safe_dump(params))
-    run_as, make = [], streamed.make_engine
+    run_as, make = [], registry.make_engine
 
     def noted(name, **how):
         run_as.append((how["dtype"], how["device"]))
@@ -152,7 +151,7 @@ def test_the_target_runs_as_it_ran_for_the_stored_part(place, monkeypatch):
         run_as.append((dtype, ""))
         raise ServerError("seen")
 
-    monkeypatch.setattr(streamed, "make_engine", noted)
+    monkeypatch.setattr(registry, "make_engine", noted)
     monkeypatch.setattr(check_start, "check_start", judged)
     monkeypatch.setattr(check_start, "SERVER_ENGINES", ("fake",))
     for module in (streamed, check_start):

@@ -16,8 +16,6 @@ import pytest
 import stream_world as world
 from stream_place import (  # noqa: F401 - fixtures
     ONCE,
-    SRC,
-    Watched,
     allocated_bytes,
     least,
     little_calibration,
@@ -81,9 +79,9 @@ def test_a_capturing_process_that_dies_or_hangs_is_started_again(place, monkeypa
 
 RESTARTS = """
     import pathlib, time
-    from eyas.engines import streamed
+    from eyas.engines import registry, streamed
     from eyas.engines.fake import FakeEngine
-    capture, make, mark, told = FakeEngine.capture, streamed.make_engine, pathlib.Path("happened"), []
+    capture, make, mark, told = FakeEngine.capture, registry.make_engine, pathlib.Path("happened"), []
 
     def made(name, *, on_wait=lambda: None, **how):
         told.append(on_wait)
@@ -100,7 +98,7 @@ RESTARTS = """
             {then}
         yield from capture(self, batch)
 
-    streamed.make_engine, FakeEngine.capture = made, changed
+    registry.make_engine, FakeEngine.capture = made, changed
 """
 
 

@@ -37,7 +37,6 @@ memory runs low, and none stands behind other programs (Ray's own niceness is 15
 POLL_S = 2.0
 """A worker with nothing to say answers after so long."""
 STOP_S, CONNECT_S = 20.0, 10.0
-WATCHDOG_S, START_S = 300, 1800
 NODE_GONE = "node has died"
 """Ray's words of an actor that ends with its node."""
 STORE_BYTES = 1 << 30
@@ -68,8 +67,8 @@ class Cluster:
         ray = self._ray = _import_ray()
         self.address = _address()
         self._hired: dict[str, _Hired] = {}
-        self._watchdog_s = config.knob("EYAS_WATCHDOG_S", WATCHDOG_S)
-        self._start_s = max(self._watchdog_s, config.knob("EYAS_SGLANG_START_S", START_S))
+        self._watchdog_s = config.watchdog_s()
+        self._start_s = max(self._watchdog_s, config.start_s())
         settings = {"logging_level": logging.WARNING, "log_to_driver": True, "namespace": "eyas"}
         if not self.address:
             settings |= {"include_dashboard": False, "object_store_memory": STORE_BYTES}

@@ -24,7 +24,7 @@ from eyas.conversations.generation import Generated, GenerateRequest
 from eyas.engines.base import CapturedSample
 from eyas.engines.loop import Run
 from eyas.engines.pipeline import check_failures, num_writers
-from eyas.engines.ray.cluster import START_S, WATCHDOG_S, Cluster
+from eyas.engines.ray.cluster import Cluster
 from eyas.engines.ray.handout import Handout
 from eyas.engines.ray.spec import PROOF, Lost, News, Ready, WorkerSpec
 from eyas.engines.ray.worker import THREADS, code_digest, kernel
@@ -332,8 +332,8 @@ def _patience_s(engine: str) -> int:
     Engines with a server watch it themselves: they need the time to notice that it hangs, to start another and to
     capture a batch with that one. A worker's own start is not in it: nobody has work before it is ready.
     """
-    watchdog_s = config.knob("EYAS_WATCHDOG_S", WATCHDOG_S)
-    return 2 * watchdog_s + config.knob("EYAS_SGLANG_START_S", START_S) if engine in SERVER_ENGINES else watchdog_s
+    watchdog_s = config.watchdog_s()
+    return 2 * watchdog_s + config.start_s() if engine in SERVER_ENGINES else watchdog_s
 
 
 def _environment() -> dict[str, str]:

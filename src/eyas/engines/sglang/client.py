@@ -18,6 +18,8 @@ CONNECTIONS = 256
 """Requests at a time. A server forms its batches from those that wait, so short samples need many."""
 IDLE_S = 2.0
 """A connection that lay idle for longer is not used again: servers close theirs after five seconds."""
+ANSWER_S = 5.0
+"""For a server that lives to answer a question about itself."""
 OF_ONE_REQUEST = ("context length", "too long", "exceed", "longer than", "duplicate request", "maximum allowed")
 """In refusals that concern one request; any other refusal would meet every request alike."""
 
@@ -80,9 +82,9 @@ class Client:
         with_key, without = (self._status("/v1/models", headers, timeout_s) for headers in (self.headers, {}))
         return with_key == 200 and without == 401
 
-    def answers(self, timeout_s: float = 5.0) -> bool:
+    def answers(self) -> bool:
         """Whether the server's process answers, whatever its scheduler does."""
-        return self._status("/v1/models", self.headers, timeout_s) == 200
+        return self._status("/v1/models", self.headers, ANSWER_S) == 200
 
     def _status(self, path: str, headers: Mapping[str, str], timeout_s: float) -> int:
         """Of the answer; 0 for none."""

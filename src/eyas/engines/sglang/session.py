@@ -57,7 +57,7 @@ class Session:
         num_log: Number of its log.
         longest: Tokens of the longest request.
         total_bytes: Slots of all samples; bounds the arena.
-        on_wait: Called while it starts.
+        on_wait: Called while it starts, or is asked whether it lives.
 
     Raises:
         ServerError: It does not come up, or is not as the plan expects.
@@ -119,7 +119,7 @@ class Session:
         return f"http://127.0.0.1:{port}", key, socket_path
 
     def _wait_until_ready(self, url: str) -> None:
-        limit_s = config.knob("EYAS_SGLANG_START_S", 1800) if self.server is not None else 10.0
+        limit_s = config.start_s() if self.server is not None else 10.0
         start_s = time.monotonic()
         while not self.client.is_healthy():
             if self.server is not None and self.server.exit:
@@ -202,7 +202,7 @@ class Session:
             elif asked_s > deadline_s:
                 self._silence = f"the server broke a connection and has answered nothing for {END_S:.0f} s"
             else:
-                time.sleep(0.05)
+                wait(0.05, self._on_wait)
         return not self.end
 
     def close(self, *, at_once: bool = False) -> None:
@@ -226,7 +226,7 @@ class Keeper:
         self.num_restarts = 0
         self.lost_at_s: list[float] = []
         """When each failure was noticed, for measurements."""
-        self.watchdog_s = config.knob("EYAS_WATCHDOG_S", 300)
+        self.watchdog_s = config.watchdog_s()
         self._in_a_row = 0
         self._session: Session | None = None
         self._progress_s = 0.0

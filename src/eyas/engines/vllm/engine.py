@@ -34,7 +34,6 @@ from eyas.plan.interpreter import VLLM_VARIABLE
 from eyas.target.load import TensorFiles
 
 COMMAND = ("-m", "eyas.engines.vllm.worker")
-WATCHDOG_S = 300
 LISTEN_S = 1.0
 FLYING_PER_SEQUENCE = 2
 """Requests with the worker for each place in its batch: its queue never runs dry."""
@@ -94,7 +93,7 @@ class VllmEngine:
             self._ids = preflight.check_target(self._target, self._boundaries)
             self._norm_D = TensorFiles(self._folder).read("final_norm")
         preflight.more_arguments()
-        self._patience_s = float(config.knob("EYAS_WATCHDOG_S", WATCHDOG_S))
+        self._patience_s = float(config.watchdog_s())
         self._states = Folder()
         max_flying = FLYING_PER_SEQUENCE * self._options["max_num_seqs"]
         self._dispatcher = Dispatcher(

@@ -32,7 +32,7 @@ def _ray_kills(args: argparse.Namespace) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for found in scale_ray.kills(args.work / "kills", args.runs, args.seed):
-        write(found)  # an hour on a busy machine: what was done counts
+        write(found)  # many minutes: what was done counts
     return found
 
 

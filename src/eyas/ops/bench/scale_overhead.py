@@ -119,36 +119,37 @@ def _timed(case: Case, work: Path, is_ray: bool) -> dict[str, float]:
     thread.start()
     begin_s = time.monotonic()
     with workers(1):
-        executor = RayExecutor(case.spec)
-
-        def local(run: Run, watch: Watch) -> None:
-            opened = run.engine.open
-
-            def note() -> None:
-                opened()
-                marks.append(time.monotonic())
-
-            run.engine.open = note  # type: ignore[method-assign]
-            here(run, watch)
-
-        def noted(run: Run, watch: Watch) -> None:
-            (executor if is_ray else local)(run, watch)
-
-        case.run(work, _ended_at(noted, executor, marks, is_ray))
+        case.run(work, _on_ray(RayExecutor(case.spec), marks) if is_ray else _here(marks))
     meter.ended.set()
     thread.join()
     ready_s, end_s = marks
     return {"start_s": ready_s - begin_s, "wall_s": end_s - ready_s, **meter.between(ready_s, end_s)}
 
 
-def _ended_at(executor: Executor, ray: RayExecutor, marks: list[float], is_ray: bool) -> Executor:
-    """Notes the moments of the open engine and of the last shard; ending the cluster is in neither."""
+def _here(marks: list[float]) -> Executor:
+    """Makes the shards in this process, and notes when the engine was open and when the last shard was done."""
+
+    def run_it(run: Run, watch: Watch) -> None:
+        opened = run.engine.open
+
+        def noted() -> None:
+            opened()
+            marks.append(time.monotonic())
+
+        run.engine.open = noted  # type: ignore[method-assign]
+        here(run, watch)
+        marks.append(time.monotonic())
+
+    return run_it
+
+
+def _on_ray(executor: RayExecutor, marks: list[float]) -> Executor:
+    """The same by a worker; ending the cluster is not in it."""
 
     def run_it(run: Run, watch: Watch) -> None:
         executor(run, watch)
-        if is_ray:
-            marks[:] = [min(at_s for at_s, _ in ray.workers.values()), max(finish.at_s for finish in ray.finishes)]
-        else:
-            marks.append(time.monotonic())
+        marks.extend(
+            [min(at_s for at_s, _ in executor.workers.values()), max(finish.at_s for finish in executor.finishes)]
+        )
 
     return run_it

@@ -86,7 +86,7 @@ def _next_answer(session: Session, moved_s: float) -> Answered | None:
     except queue.Empty:
         if session.end:
             raise _fault(session, session.end) from None
-        patience_s = config.knob("EYAS_WATCHDOG_S", 300)
+        patience_s = config.watchdog_s()
         if time.perf_counter() - moved_s > patience_s:
             raise _fault(session, f"no answer for {patience_s:.0f} s (EYAS_WATCHDOG_S)") from None
         return None
