@@ -91,6 +91,7 @@ def read_working(root: Path) -> WorkingFolders:
     """Look at the working folders of a repository; shards are not read but for their headers."""
     base = root / HOME / RING
     folders = sorted(path for path in base.iterdir() if path.is_dir()) if base.is_dir() else []
+    folders = [folder for folder in folders if any(fs.walk_files(folder))]  # the next training removes an empty one
     holder, wanted = (ring_holder(root), _wanted(root)) if folders else ("", "")
     cached = list(_files(root / SHARD_CACHE).values())
     return WorkingFolders(

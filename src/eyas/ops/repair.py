@@ -32,7 +32,7 @@ from eyas.ops.verify_states import MANIFEST, PLAN, STATES, TARGET, TOKENS, make_
 from eyas.plan.identity import capture_identity
 from eyas.shards.account import check_account
 from eyas.shards.consistency import INCOHERENT
-from eyas.shards.handover import HOME, LOCK_NAME
+from eyas.shards.handover import HOME, LOCK_NAME, SPOOL
 from eyas.shards.opening import read_header
 from eyas.shards.verify import Finding, check_set, check_shard
 from eyas.target.locate import ensure
@@ -169,6 +169,7 @@ def _repair_all(run: _Run, findings: Sequence[Finding]) -> list[Repaired]:
     done = []
     for entry in wanted:
         repaired = _repair_one(run, entry, damage[entry.path], moved.get(entry.path))
+        _mend_twin(run, entry)
         console.log(f"repair: {entry.path}: {repaired.how}")
         done.append(repaired)
     return done
@@ -219,6 +220,24 @@ def _repair_one(run: _Run, entry: ShardEntry, damage: Sequence[Finding], moved: 
         _accept_other(run, entry, written, was_recorded=_is_recorded(target, entry))
     run.cache.place(run.staging / entry.path, target, written)
     return result("captured again" if num_captured else "written again", num_captured, written.md5)
+
+
+def _mend_twin(run: _Run, entry: ShardEntry) -> None:
+    """The spool's name of the damaged file: a rerun may know that by its ``stat``, and would publish it again unread."""
+    path = run.root / STATES / entry.path
+    twin = run.root / HOME / SPOOL / run.manifest.identity / "states" / entry.path
+    if not twin.exists() or twin.samefile(path):
+        return
+    part = twin.with_name(twin.name + fs.PART_SUFFIX)
+    part.unlink(missing_ok=True)
+    try:
+        os.link(path.resolve(), part)
+        os.replace(part, twin)
+    except OSError as error:
+        if error.errno not in fs.NO_HARDLINKS:
+            raise
+        twin.unlink()
+    fs.fsync_dir(twin.parent)
 
 
 def _is_recorded(path: Path, entry: ShardEntry) -> bool:

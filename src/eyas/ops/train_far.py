@@ -44,7 +44,10 @@ def train_far(root: Path) -> None:
             _check_before(before)
             for dep in stage.deps:
                 _check_dep(dep, made)
-            if not _is_changed(stage, before):
+            is_stale = _is_stale(stage, before)
+            if not is_stale:
+                _check_out(stage)
+            if not is_stale and not stage.changed_outs():
                 console.log(f"Stage '{STAGE}' didn't change, skipping")
                 return
             for dep in stage.deps:
@@ -72,15 +75,22 @@ def _take_as_locked(dep: Any, out: Any) -> None:
     dep.get_hash, dep.save = lambda: out.hash_info, lambda: None
 
 
-def _is_changed(stage: Any, before: list[Any]) -> bool:
-    return stage.changed_stage() or stage.changed_deps(allow_missing=True, upstream=before) or stage.changed_outs()
+def _is_stale(stage: Any, before: list[Any]) -> bool:
+    return stage.changed_stage() or stage.changed_deps(allow_missing=True, upstream=before)
+
+
+def _check_out(stage: Any) -> None:
+    """Bring back what is missing here and whole in DVC's cache: nothing changed, so no night of training is due."""
+    for out in stage.outs:
+        if out.use_cache and out.hash_info and not out.exists and not out.changed_cache():
+            out.checkout()
 
 
 def _check_before(stages: list[Any]) -> None:
     """Refuse when parameters, tokens or anything else that the states came from is another than when they were made."""
     for stage in stages:
         upstream = [one for one in stages if one is not stage]
-        if stage.changed_stage() or stage.changed_deps(allow_missing=True, upstream=upstream):
+        if _is_stale(stage, upstream):
             raise StoreError(
                 f"stage {stage.name} is out of date: the states on the remote are not those of these parameters",
                 f"`dvc status {stage.name}` says what changed; `git checkout params.yaml dvc.lock` has what was pushed",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eyas.canonical import from_plain, plain_json, to_plain
 from eyas.contracts import CapturePlan, PlannedShard, ShardManifest
@@ -21,12 +21,14 @@ from eyas.shards.writer import FinishedShard
 class FileNote:
     """A shard's file at the moment of its line; its size is the entry's.
 
-    A program that writes into the file changes ``mtime_ns``, one that replaces it gives it another inode. Times of a
-    file can be set, and a fresh disk gives the same inodes again: a copied or restored folder shows in ``witness``.
+    A program that writes into the file changes ``mtime_ns``. That can be set, as ``cp -p`` does, and a file that is
+    deleted leaves its inode to the next one; nobody sets ``ctime_ns``, but links and ``chmod`` change it too: it counts
+    until the set is published. A copied or restored folder shows in ``witness``.
     """
 
     inode: int
     mtime_ns: int
+    ctime_ns: int
     samples: str
     """Checksum over ids and lengths of what it holds: a plan that wants other samples there does not know it."""
     witness: tuple[int, int]
@@ -41,13 +43,23 @@ class JournalLine:
     note: FileNote | None = None
     """None: written by an earlier eyas, or from a manifest; the file is read through."""
 
-    def is_of(self, found: os.stat_result | None, planned: PlannedShard, witness: tuple[int, int] | None) -> bool:
-        """Whether a file is the very one that the line was written for, with the samples that are planned."""
+    def is_of(
+        self, found: os.stat_result | None, planned: PlannedShard, witness: tuple[int, int] | None, *, linked: bool
+    ) -> bool:
+        """Whether a file is the very one that the line was written for, with the samples that are planned.
+
+        Args:
+            found: Of the file now.
+            planned: The shard.
+            witness: Of the spool now.
+            linked: Whether the set was published, which changes a file's ``ctime_ns``.
+        """
         if self.note is None or self.shard.entry is None or found is None or witness is None:
             return False
         if found.st_size != self.shard.entry.size_bytes:
             return False
-        return self.note == file_note(found, planned, self.shard, witness)
+        now = file_note(found, planned, self.shard, witness)
+        return self.note == (replace(now, ctime_ns=self.note.ctime_ns) if linked else now)
 
 
 def file_note(
@@ -55,7 +67,7 @@ def file_note(
 ) -> FileNote:
     """What is noted of a file that holds a planned shard less its failed samples."""
     listed = plain_json(stored_samples(planned, finished))
-    return FileNote(found.st_ino, found.st_mtime_ns, checksum(listed.encode()), witness)
+    return FileNote(found.st_ino, found.st_mtime_ns, found.st_ctime_ns, checksum(listed.encode()), witness)
 
 
 def stored_samples(planned: PlannedShard, finished: FinishedShard) -> list[tuple[str, int]]:
@@ -69,7 +81,7 @@ def journal_line(shard: FinishedShard, note: FileNote | None = None) -> bytes:
     body = to_plain(shard)
     value = {"shard": body, "xxh3": checksum(plain_json(body).encode())}
     if note is not None:  # beside what is checked, as earlier readers know it; a damaged note fits no file
-        value["file"] = [note.inode, note.mtime_ns, note.samples, *note.witness]
+        value["file"] = [note.inode, note.mtime_ns, note.ctime_ns, note.samples, *note.witness]
     return (plain_json(value) + "\n").encode()
 
 
@@ -92,8 +104,8 @@ def _parse_line(line: bytes) -> JournalLine | None:
 
 def _parse_note(value: object) -> FileNote | None:
     match value:
-        case [int(inode), int(mtime_ns), str(samples), int(witness_inode), int(witness_ctime_ns)]:
-            return FileNote(inode, mtime_ns, samples, (witness_inode, witness_ctime_ns))
+        case [int(inode), int(mtime_ns), int(ctime_ns), str(samples), int(witness_inode), int(witness_ctime_ns)]:
+            return FileNote(inode, mtime_ns, ctime_ns, samples, (witness_inode, witness_ctime_ns))
     return None
 
 

@@ -85,6 +85,9 @@ class Ring:
             StoreError: The ring holds states of another capture, or something that is no part of it.
         """
         others = [path for path in self.root.glob("*") if path.is_dir() and path.name != self.identity]
+        for path in [path for path in others if not any(fs.walk_files(path))]:  # ended before it held anything
+            others.remove(path)
+            shutil.rmtree(path, ignore_errors=True)
         if others:
             raise StoreError(
                 f"{others[0]} is the ring of another capture, expected {self.identity}",

@@ -71,14 +71,18 @@ class ShardCache:
         Raises:
             RemoteError: The remote lacks it, does not answer, or has other bytes under its name.
             DiskError: The volume is full.
+            StoreError: It lies here and cannot be opened.
         """
         path = self._folder / entry.md5
         while True:
             with contextlib.suppress(FileNotFoundError):
                 os.utime(path)  # before it is opened: what is read now goes last
             if fs.size_or_none(path) == entry.size_bytes:
-                with contextlib.suppress(StoreError):  # another process made room
+                try:
                     return open_shard(path, entry.path)
+                except StoreError:
+                    if path.exists():  # else another process made room
+                        raise
             with self._being_fetched[entry.md5]:
                 if fs.size_or_none(path) != entry.size_bytes:
                     self._fetch(entry, path)

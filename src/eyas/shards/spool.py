@@ -95,6 +95,8 @@ class Spool:
     def append(self, shard: FinishedShard, planned: PlannedShard | None = None) -> None:
         """Record a finished shard durably; its file lies in its place and is fsynced, and so is its folder.
 
+        Of one that has no file any more, since every sample failed, an earlier file goes: it would be published with others.
+
         Args:
             shard: The shard.
             planned: As the plan has it, to know the file again without reading it; a rerun reads it when None.
@@ -102,6 +104,8 @@ class Spool:
         Raises:
             DiskError: The volume is full; the shard counts as not written.
         """
+        if shard.entry is None:
+            (self.states / shard.path).unlink(missing_ok=True)
         self._append(self.line(shard, planned))
 
     def line(self, shard: FinishedShard, planned: PlannedShard | None = None) -> bytes:
@@ -138,11 +142,11 @@ class Spool:
             StoreError: The spool holds a file of another capture, or one that the plan does not name.
         """
         lines, present, witness = self._lines(), self._present(plan), self._witness()
-        none = JournalLine(FinishedShard(path="", entry=None))
+        none, linked = JournalLine(FinishedShard(path="", entry=None)), self._manifest.exists()
         doubted = [
             shard
             for shard in plan.shards
-            if not lines.get(shard.path, none).is_of(present.get(shard.path), shard, witness)
+            if not lines.get(shard.path, none).is_of(present.get(shard.path), shard, witness, linked=linked)
         ]
         known = {path: line.shard for path, line in lines.items()}
         with ThreadPoolExecutor(config.knob("EYAS_READ_THREADS", min(config.cores(), 8)), "resume") as pool:
@@ -298,12 +302,12 @@ class Spool:
 
     def _merge(self, out: Path) -> None:
         """Empty ``out`` into the spool: links to its files go, files that only lie in ``out`` come over."""
-        mine = {path for path, _ in fs.walk_files(self.states)}
+        mine = _stats(self.states)
         if not mine:
             shutil.rmtree(self.states, ignore_errors=True)
             out.rename(self.states)
             return
-        for path in sorted(_stats(out).keys() - mine):
+        for path in sorted(_stats(out).keys() - mine.keys()):
             place = self.states / path
             place.parent.mkdir(parents=True, exist_ok=True)
             (out / path).rename(place)

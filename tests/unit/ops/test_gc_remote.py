@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from gc_cases import Project
 
 from eyas.ops.gc import holdings as room
 from eyas.ops.gc.plan import make_plan
+from eyas.ops.gc.remote import Remote as Remotes
+from eyas.ops.gc.remote import remote_folder
 
 STRAY = "aa" * 16
 
@@ -45,7 +48,7 @@ def pushed(tmp_path):
 
 def dvc_would_remove(project: Project, command: str, remote: Remote) -> set[str]:
     """Objects of the remote that DVC says it would remove."""
-    said = project.ok(*command.split(), "--dry", "--force")
+    said = project.ok(*shlex.split(command), "--dry", "--force")
     paths = [Path(line.removeprefix("Removing ")) for line in said.splitlines() if line.startswith("Removing ")]
     return {path.parent.name + path.name for path in paths if path.is_relative_to(remote.base)}
 
@@ -121,13 +124,22 @@ def test_people_read_bytes_and_commands_and_gc_leaves_the_remote_alone(pushed):
     assert remote.objects == before
 
 
+def test_an_object_that_a_power_loss_emptied_on_the_remote_is_not_pushed(pushed):
+    project, remote, (old, old_objects), (_, new_objects) = pushed
+    name = next(iter(sorted(old_objects - new_objects - {old})))
+    (remote.base / name[:2] / name[2:]).chmod(0o644)
+    (remote.base / name[:2] / name[2:]).write_bytes(b"")
+    [row] = project.plan()["generations"]
+    assert row["num_pushed"] == row["num_objects"] - 1
+
+
 def test_other_outputs_that_go_are_said_to_be_pushed_or_not(pushed):
     """Also what is no generation: an object here that no commit names."""
     project, *_ = pushed
     for name in ("bb" * 16, STRAY):
         path = project.root / ".dvc/cache/files/md5" / name[:2] / name[2:]
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(b"y" * 10)
+        path.write_bytes(b"x" * 1234)
     [row] = [one for one in project.plan()["others"] if one["title"] == "named by no commit"]
     assert (row["num_objects"], row["num_pushed"]) == (2, 1)
 
@@ -150,3 +162,23 @@ def test_a_remote_that_is_no_folder_is_listed_by_dvc_alike(pushed, monkeypatch):
     assert make_plan(project.root, None).holdings == expected
     assert expected[0].num_lost_lists == 0
     assert expected[0].old
+
+
+def test_commands_name_the_projects_whose_objects_count_as_in_use(pushed, tmp_path):
+    """Without them DVC takes for unneeded what another repository on the same remote names."""
+    project, remote, *_ = pushed
+    other = Project(tmp_path / "an other")
+    other.ok("dvc", "remote", "add", "-q", "-d", "store", os.fspath(tmp_path / "store"))
+    other.generation(3, shared=2)
+    other.ok("dvc", "push", "-q")
+    [held] = make_plan(project.root, (other.root,)).holdings
+    for command in held.commands:
+        would_remove = dvc_would_remove(project, command, remote)
+        assert STRAY in would_remove
+        assert not would_remove & other.md5s()
+
+
+def test_a_remote_in_the_home_folder_is_where_dvc_takes_it_to_be(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", os.fspath(tmp_path))
+    assert remote_folder(tmp_path / "repo", Remotes("store", "~/store")) == tmp_path / "store"
+    assert remote_folder(tmp_path / "repo", Remotes("store", "../../store")) == tmp_path / "store"

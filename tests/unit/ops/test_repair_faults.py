@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from repair_cases import (
+    LIMITS,
     MANIFEST,
     STATES,
     CountingEngine,
@@ -19,6 +20,8 @@ from repair_cases import (
 )
 
 from eyas import fs
+from eyas.contracts import CapturePlan
+from eyas.engines.loop import extract
 from eyas.errors import DiskError, StoreError
 from eyas.ops.repair import repair
 from eyas.ops.verify_states import verify_states
@@ -162,3 +165,20 @@ def test_a_full_disk_leaves_no_part_of_a_copy_among_the_states(root: Path, monke
     monkeypatch.setattr(shutil, "copy2", real)
     assert [repaired.how for repaired in repair(root, CountingEngine())] == ["from the cache"]
     assert path.read_bytes() == data
+
+
+def test_what_was_repaired_is_what_a_rerun_publishes(tmp_path: Path) -> None:
+    """The spool that DVC does not hold yet has the damaged file under a second name, and knows that by its ``stat``."""
+    (tmp_path / ".dvc").mkdir()
+    root = make_repository(tmp_path)
+    whole, before = fs.tree_digests(root / STATES), (root / STATES / manifest_of(root).shards[0].path).stat()
+    path, _ = damage(root)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # a disk's fault, of which no time tells
+    assert [repaired.how for repaired in repair(root, CountingEngine())] == ["captured again"]
+    shutil.rmtree(root / STATES)  # as DVC does before it runs the stage
+    (root / MANIFEST).unlink()
+    tokens, engine = {sample.sample_id: sample for sample in iter_tokens(root / "data/tokens")}, CountingEngine()
+    places = {"out": root / STATES, "manifest_path": root / MANIFEST, "home": root / ".eyas"}
+    extract(fs.read_record(CapturePlan, root / "data/plan.json"), tokens, engine, LIMITS, **places)
+    assert fs.tree_digests(root / STATES) == whole
+    assert engine.batches == []

@@ -13,6 +13,10 @@ import pytest
 from budget_world import World
 from gc_cases import Project, environment, make_pivot
 
+from eyas.errors import StoreError
+from eyas.generations.working import read_working
+from eyas.shards.ring import Ring
+
 IDENTITY = "ab" * 32
 NAME = f".eyas/ring/{IDENTITY}"
 
@@ -188,3 +192,16 @@ def test_the_budget_counts_them(tmp_path):
         held = json.loads(project.eyas("budget", "--json").stdout)
     assert held["reclaimable_bytes"] == before["reclaimable_bytes"]
     assert held["working"][0]["state"] == "held"
+
+
+def test_a_ring_that_was_left_empty_stands_in_no_trainings_way(tmp_path):
+    """A training that is killed while its engine loads leaves folders alone, which no plan of gc can offer."""
+    home = tmp_path / ".eyas"
+    (home / "ring" / IDENTITY / "pinned/000").mkdir(parents=True)
+    assert read_working(tmp_path).rings == ()
+    Ring(home, "cd" * 32).prepare({})
+    assert [path.name for path in (home / "ring").iterdir()] == ["cd" * 32]
+    folder = write_ring(tmp_path)
+    with pytest.raises(StoreError, match=f"{IDENTITY} is the ring of another capture"):
+        Ring(home, "cd" * 32).prepare({})
+    assert len(list(folder.rglob("*.safetensors"))) == 2

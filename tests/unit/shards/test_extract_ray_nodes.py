@@ -190,3 +190,22 @@ def test_a_node_that_does_not_see_the_volume_is_refused(case, on_threads, monkey
     monkeypatch.setattr(on_threads, "hire", elsewhere)
     with pytest.raises(StoreError, match="does not see"):
         run_on(case)
+
+
+def test_a_shard_that_was_handed_out_and_never_arrived_goes_out_again(case, unbroken, on_threads, monkeypatch, capfd):
+    """Nobody is told of a call that got lost: that worker has no work, and would be waited for without end."""
+    monkeypatch.setenv("EYAS_WATCHDOG_S", "1")
+    monkeypatch.setenv("EYAS_RAY_WORKERS", "1")
+    give, lost = on_threads.give, []
+
+    def lossy(self, name, planned, samples):
+        if lost:
+            give(self, name, planned, samples)
+        else:
+            lost.append(planned.path)
+
+    monkeypatch.setattr(on_threads, "give", lossy)
+    _, executor = run_on(case)
+    assert (len(lost), executor.num_lost_workers) == (1, 1)
+    assert "answers, but nothing went on there for 1 s" in capfd.readouterr().err
+    assert case.hashes() == unbroken

@@ -146,6 +146,20 @@ def test_a_training_from_a_remote_is_noted_as_dvc_itself_would(far):
     assert "up to date" in far.run("dvc", "status", "train", "extract").stdout
 
 
+def test_a_drafter_that_is_only_missing_here_is_not_trained_again(far):
+    """Checked out from DVC's cache; where that lacks it too it is trained, as DVC would."""
+    assert far.train().returncode == 0
+    lock, drafter = far.lock(), (far.root / "models/drafter")
+    drafter.unlink()
+    done = far.train()
+    assert (done.returncode, far.num_runs, drafter.exists()) == (0, 1, True), done.stderr
+    drafter.unlink()
+    shutil.rmtree(far.root / ".dvc/cache")
+    done = far.train()
+    assert (done.returncode, far.num_runs, drafter.exists()) == (0, 2, True), done.stderr
+    assert far.lock() == lock
+
+
 def test_other_parameters_of_the_training_train_again(far):
     assert far.train().returncode == 0
     path = far.root / "params.yaml"

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from extract_cases import Case, EditedEngine
+from extract_cases import Case, EditedEngine, with_nan
 
 from eyas import fs
 from eyas.contracts import ShardManifest
@@ -43,7 +43,7 @@ def write_lines(case: Case, edited: list[dict]) -> None:
 
 
 def rot(path: Path) -> None:
-    """A flipped bit that no time of the file tells of: what a disk does, not a program."""
+    """A flipped bit that no time of the file tells of: what a disk does, not a program, whose time of change is noted here."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(-40, os.SEEK_END)
@@ -53,6 +53,13 @@ def rot(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     after = path.stat()
     assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
+    journal = path.parents[2] / "journal.jsonl"
+    noted, now = ([stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns] for stat in (before, after))
+    journal.write_text(
+        journal.read_text().replace(
+            json.dumps(noted, separators=(",", ":"))[:-1], json.dumps(now, separators=(",", ":"))[:-1]
+        )
+    )
 
 
 @pytest.fixture
@@ -80,25 +87,20 @@ def test_a_file_that_was_written_is_not_read_again_and_what_rots_is_found_when_i
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-@pytest.mark.parametrize("how", ["written into", "copied over with its times", "restored with its times"])
+@pytest.mark.parametrize("how", ["written into", "copied over with its times", "moved over", "deleted and restored"])
 def test_any_other_file_is_read_through(case, unbroken, resumed, how, is_whole):
     files = killed(case)
     path, data, before = files[1], bytearray(files[1].read_bytes()), files[1].stat()
     if not is_whole:
         data[-40] ^= 1
-    if how == "written into":
-        with path.open("r+b") as file:
-            file.write(data)
-    else:
-        if how.startswith("restored"):
-            path.rename(case.root / "aside")  # the inode stays taken
-        else:
-            path.unlink()
-            (path.parent / "takes the inode").touch()
-        path.write_bytes(data)
+    if how == "moved over":
+        path.rename(case.root / "aside")  # the inode stays taken
+    elif how == "deleted and restored":
+        path.unlink()  # ext4 gives the inode to the next file
+    with path.open("r+b" if path.exists() else "wb") as file:
+        file.write(data)
+    if how != "written into":
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-        (path.parent / "takes the inode").unlink(missing_ok=True)
-        assert path.stat().st_ino != before.st_ino
     assert resumed() == (int(is_whole), len(files) - (not is_whole))
     assert case.hashes() == unbroken
 
@@ -114,7 +116,7 @@ def test_a_spool_without_notes_is_read_through_once(tmp_path, resumed):
     assert resumed(case) == (0, len(files) + 1)
 
 
-@pytest.mark.parametrize("note", [None, "x", [1, 2], ["a", 2, "", 3, 4], {"inode": 3}])
+@pytest.mark.parametrize("note", [None, "x", [1, 2], ["a", 2, 3, "", 4, 5], [1, 2, "", 4, 5], {"inode": 3}])
 def test_a_damaged_note_is_none(case, unbroken, resumed, note):
     files = killed(case)
     edited = lines(case)
@@ -132,7 +134,8 @@ def test_a_copy_of_the_spool_is_read_through_even_where_inodes_and_times_agree(c
     shutil.copytree(case.home, copy.home)
     edited = lines(copy)
     for line in edited:
-        line["file"][0] = (copy.spool / "states" / line["shard"]["path"]).stat().st_ino
+        found = (copy.spool / "states" / line["shard"]["path"]).stat()
+        line["file"][0], line["file"][2] = found.st_ino, found.st_ctime_ns
     write_lines(copy, edited)
     rot(copy.spool / "states" / edited[0]["shard"]["path"])
     assert resumed(copy) == (len(edited) - 1, len(edited) - 1)
@@ -156,8 +159,8 @@ def test_failed_samples_belong_to_what_is_known(case, resumed):
     """A line with another list of failed samples than the file it was written for is not believed."""
     files = killed(case)
     edited = lines(case)
-    assert all(line["file"][2] for line in edited)
-    assert len({line["file"][2] for line in edited}) == len(files), "each shard has samples of its own"
+    assert all(line["file"][3] for line in edited)
+    assert len({line["file"][3] for line in edited}) == len(files), "each shard has samples of its own"
     edited[0]["file"], edited[1]["file"] = edited[1]["file"], edited[0]["file"]
     write_lines(case, edited)
     assert resumed() == (2, len(files))
@@ -197,3 +200,39 @@ def test_links_that_lead_nowhere_are_no_shards(case, unbroken, tmp_path):
     path.symlink_to(tmp_path / "gone")
     case.extract()
     assert case.hashes() == unbroken
+
+
+def test_a_link_that_leads_nowhere_in_the_spool_costs_no_state_that_lies_in_the_output(tmp_path, unbroken):
+    (tmp_path / "run/.dvc").mkdir(parents=True)
+    case = Case(tmp_path / "run")
+    case.extract()
+    path = case.spool / "states" / case.plan.shards[1].path
+    path.unlink()
+    path.symlink_to(tmp_path / "gone")
+    engine = EditedEngine()
+    case.extract(engine)
+    assert engine.asked == []
+    assert case.hashes() == unbroken
+
+
+def test_a_shard_whose_samples_all_fail_when_it_is_made_again_leaves_no_file(case):
+    """Its earlier file, of a time when one of them had been captured, would be published beside those of the manifest."""
+    ids = [[sample.sample_id for sample in shard.samples] for shard in case.plan.shards]
+    pair = next(shard for shard in ids[:-1] if len(shard) == 2)
+    single = [pair[0], *[shard[0] for shard in ids[:-1] if len(shard) > 1 and shard != pair][:2]]
+
+    def dies(answers):
+        for captured in answers:
+            if captured.sample_id == ids[-1][-1]:
+                raise ZeroDivisionError
+            yield with_nan(captured) if captured.sample_id in single else captured
+
+    def pair_fails(answers):
+        return (with_nan(captured) if captured.sample_id in pair else captured for captured in answers)
+
+    with pytest.raises(ZeroDivisionError):
+        case.extract(EditedEngine(dies), max_failed=3)
+    manifest = case.extract(EditedEngine(pair_fails), max_failed=2).manifest
+    assert [sample.sample_id for sample in manifest.failed] == pair
+    assert {path for path, _ in fs.walk_files(case.out)} == {entry.path for entry in manifest.shards}
+    assert verify(case.out, manifest, case.tokens) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from eyas.contracts import ShardEntry
+from eyas.errors import StoreError
 from eyas.shards.shard_cache import ShardCache
 
 SIZE = 40_000
@@ -148,3 +150,29 @@ def test_a_part_of_an_earlier_version_is_removed(folder):
     left.write_bytes(bytes(SIZE))
     assert opened(ours, b"a")
     assert not left.exists()
+
+
+def test_a_shard_that_lies_here_and_cannot_be_opened_is_an_error_and_no_endless_wait(folder):
+    """No file descriptor is left, say."""
+    one, raised = cache(folder, 2), []
+    with one.open(entry(b"a")):
+        pass
+
+    def read():
+        try:
+            one.open(entry(b"a"))
+        except StoreError as error:
+            raised.append(str(error))
+
+    before, lowest = resource.getrlimit(resource.RLIMIT_NOFILE), os.open(os.devnull, os.O_RDONLY)
+    reader = threading.Thread(target=read, daemon=True)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    try:
+        reader.start()
+        reader.join(5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        os.close(lowest)
+    reader.join(5)
+    assert len(raised) == 1, "it went on without end"
+    assert "a.safetensors: cannot be opened: Too many open files" in raised[0]

@@ -237,11 +237,12 @@ def test_what_cannot_be_streamed_is_refused_before_an_engine_starts(place, monke
     monkeypatch.delenv("EYAS_RING_BYTES")
     other = ring_of(root).root / ("f" * 64)
     other.mkdir(parents=True)
+    (other / "ended.json").touch()
     with pytest.raises(
         StoreError, match=rf"{'f' * 64} is the ring of another capture, expected {ring_of(root).identity}"
     ):
         world.run_stream(root, worker=never)
-    other.rmdir()
+    shutil.rmtree(other)
     with pytest.raises(TrainError, match="stored states are those of a whole set"):
         world.run_stream(root, worker=never, part="store")
 

@@ -102,6 +102,7 @@ class _Driver:
         self._gpus = config.knob(GPUS_VARIABLE, executor.engine.num_gpus) if executor.engine.num_gpus else 0
         self._patience_s = _patience_s(executor.engine.name)
         self._ready: dict[str, Ready] = {}
+        self._given_s: dict[str, float] = {}
         self._accepting: dict[Future[FinishedShard], tuple[str, str]] = {}
         self._nonce, self._num_hired, self._num_failed_starts = secrets.token_hex(3), 0, 0
         self._hired_s, self._noted_s = 0.0, time.monotonic()
@@ -172,6 +173,7 @@ class _Driver:
                 self._watch.hand_over(self._handout.give(name))
                 samples = [self._run.tokens[sample.sample_id] for sample in planned.samples]
                 self._cluster.give(name, planned, samples)
+                self._given_s[name] = time.monotonic()
 
     def _heard(self, name: str, what: News | Lost) -> None:
         if isinstance(what, Lost):
@@ -187,10 +189,16 @@ class _Driver:
             self._accepting[accepted] = (name, finished.path)
         if what.error is not None:
             self._failed(name, what.error)
-        elif what.idle_s > self._patience_s:
+        elif (idle_s := max(what.idle_s, self._astray_s(name, what.num_held))) > self._patience_s:
             self._cluster.dismiss(name)
-            reason = f"{name} answers, but nothing went on there for {what.idle_s:.0f} s, expected at most "
+            reason = f"{name} answers, but nothing went on there for {idle_s:.0f} s, expected at most "
             self._lose(name, f"{reason}{self._patience_s:.0f} s (EYAS_WATCHDOG_S)", None)
+
+    def _astray_s(self, name: str, num_held: int) -> float:
+        """Since a worker was given a shard that it still does not know of: a call that got lost is told to nobody."""
+        num_taken = sum(worker == name for worker, _ in self._accepting.values())
+        is_astray = self._handout.num_with(name) > num_held + num_taken
+        return time.monotonic() - self._given_s[name] if is_astray else 0.0
 
     def _begin(self, name: str, ready: Ready) -> None:
         found, expected = (ready.facts.name, ready.facts.version), (self._facts.name, self._facts.version)

@@ -44,6 +44,10 @@ class Handout:
         """Shards that are with workers."""
         return sum(len(hand) for hand in self._hands.values())
 
+    def num_with(self, worker: str) -> int:
+        """Shards that are with this worker."""
+        return len(self._hands.get(worker, {}))
+
     def next_for(self, worker: str, num_workers: int = 1) -> PlannedShard | None:
         """What this worker, one of so many, may be given now; it is not given yet."""
         hand = self._hands.get(worker, {})

@@ -69,6 +69,8 @@ class News:
     """It ended by this; nothing more comes."""
     idle_s: float = 0.0
     """Since anything was begun, captured or written, while there is work."""
+    num_held: int = 0
+    """Shards that it was handed and has not finished."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,7 @@ class Worker:
                 num_tokens=self._num_tokens,
                 error=self._error,
                 idle_s=time.monotonic() - self._moved_s if self._num_open else 0.0,
+                num_held=self._num_open,
             )
             self._ready, self._begun, self._finished, self._num_tokens = None, [], [], 0
             return found

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,8 @@ class Holding:
     """Named by no commit that a reference leads to."""
     num_lost_lists: int
     """Folders of older commits whose list is nowhere: what they named counts as unnamed."""
+    projects: tuple[str, ...] = ()
+    """Other repositories whose objects count as needed: DVC must be told of them, or it takes them away."""
 
     @property
     def old_bytes(self) -> int:
@@ -83,13 +85,14 @@ class Holding:
     @property
     def commands(self) -> tuple[str, str]:
         """DVC's, which delete there and here: what old commits name as well, and only what no commit names."""
-        name = shlex.quote(self.remote)
+        name = shlex.join([self.remote, *(["--projects", *self.projects] if self.projects else [])])
         return f"{GC_OLD} {name}", f"{GC_UNNAMED} {name}"
 
 
-def holdings(found: Situation) -> tuple[Holding, ...]:
-    """Every remote of a repository; ``found`` has all commits."""
-    return tuple(_holding(found, remote) for remote in remotes(found.root))
+def holdings(found: Situation, projects: Sequence[Path] = ()) -> tuple[Holding, ...]:
+    """Every remote of a repository; ``found`` has all commits, and what the projects keep."""
+    named = tuple(map(str, projects))
+    return tuple(replace(_holding(found, remote), projects=named) for remote in remotes(found.root))
 
 
 def _holding(found: Situation, remote: Remote) -> Holding:

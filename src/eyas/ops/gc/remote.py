@@ -7,11 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eyas import console
+from eyas import console, fs
 from eyas.generations.objects import LEGACY
 from eyas.shards.remote import Secrets
 
@@ -48,15 +48,15 @@ def remotes(root: Path) -> list[Remote]:
     return [Remote(name, url) for name, url in sorted(found.items())]
 
 
-def pushed_objects(root: Path, objects: Iterable[str]) -> set[str] | None:
-    """Objects that at least one remote has; None where remotes are set and none answers."""
-    names, answers = list(objects), []
+def pushed_objects(root: Path, sizes: Mapping[str, int]) -> set[str] | None:
+    """Objects, named with their bytes, that at least one remote has; None where remotes are set and none answers."""
+    answers: list[set[str]] = []
     known = remotes(root)
     if not known:
         return set()
     for remote in known:
         folder = remote_folder(root, remote)
-        answer = _ask(root, remote, names) if folder is None else _in_folder(os.fspath(folder), names)
+        answer = _ask(root, remote, list(sizes)) if folder is None else _in_folder(os.fspath(folder), sizes)
         if answer is not None:
             answers.append(answer)
     return set().union(*answers) if answers else None
@@ -68,17 +68,18 @@ def _is_folder(url: str) -> bool:
 
 def remote_folder(root: Path, remote: Remote) -> Path | None:
     """Where a remote lies that is a folder; DVC takes a relative path as relative to the file that says it."""
-    return Path(os.path.normpath(root / ".dvc" / remote.url)) if _is_folder(remote.url) else None
+    return Path(os.path.normpath(root / ".dvc" / Path(remote.url).expanduser())) if _is_folder(remote.url) else None
 
 
-def _in_folder(folder: str, names: list[str]) -> set[str] | None:
+def _in_folder(folder: str, sizes: Mapping[str, int]) -> set[str] | None:
+    """Those of the right size: DVC's push syncs nothing, and a power loss leaves an empty object under its name."""
     if not os.path.isdir(folder):  # noqa: PTH112 - a string from here on: asked 80,000 times
         return None
     found = set[str]()
-    for name in names:
+    for name, size_bytes in sizes.items():
         md5 = name.removeprefix(LEGACY)
         base = folder if name.startswith(LEGACY) else f"{folder}/files/md5"
-        if os.path.exists(f"{base}/{md5[:2]}/{md5[2:]}"):  # noqa: PTH110
+        if fs.size_or_none(f"{base}/{md5[:2]}/{md5[2:]}") == size_bytes:
             found.add(name)
     return found
 
