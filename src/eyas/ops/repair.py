@@ -34,6 +34,7 @@ from eyas.shards.account import check_account
 from eyas.shards.consistency import INCOHERENT
 from eyas.shards.handover import HOME, LOCK_NAME, SPOOL
 from eyas.shards.opening import read_header
+from eyas.shards.spool import Spool
 from eyas.shards.verify import Finding, check_set, check_shard
 from eyas.target.locate import ensure
 from eyas.tokens.dataset import iter_tokens, read_index
@@ -278,6 +279,7 @@ def _accept_other(run: _Run, entry: ShardEntry, written: ShardEntry, was_recorde
         run.manifest, shards=shards, stored_bytes=sum(shard.size_bytes for shard in shards)
     )
     fs.write_record(run.root / MANIFEST, run.manifest)
+    Spool(run.root / HOME, run.manifest.capture).amend(written, run.manifest)
     why = "its states were wrong when they were written" if was_recorded else f"{engine.name} promises no equal bytes"
     console.log(
         f"repair: {entry.path} has md5 {written.md5} now, {entry.md5} before: {why}. "

@@ -15,11 +15,11 @@ import os
 import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eyas import config, fs
-from eyas.contracts import CaptureIdentity, CapturePlan, PlannedShard, ShardManifest
+from eyas.contracts import CaptureIdentity, CapturePlan, PlannedShard, ShardEntry, ShardManifest
 from eyas.errors import DiskError, StoreError
 from eyas.shards.handover import RETIRED_MARK, SETTLED_SUFFIX, SPOOL, is_dvc_repository
 from eyas.shards.journal import JournalLine, file_note, journal_line, lines_of, read_lines, stored_samples
@@ -107,6 +107,19 @@ class Spool:
         if shard.entry is None:
             (self.states / shard.path).unlink(missing_ok=True)
         self._append(self.line(shard, planned))
+
+    def amend(self, entry: ShardEntry, manifest: ShardManifest) -> None:
+        """A published shard was repaired and has another hash now: a rerun and ``settle`` are to expect that one.
+
+        Args:
+            entry: Of the shard.
+            manifest: As it is published from now on.
+        """
+        line = self._lines().get(entry.path)
+        if line is not None:
+            self._append(journal_line(replace(line.shard, entry=entry)))
+        if self._manifest.exists():
+            fs.write_record(self._manifest, manifest)
 
     def line(self, shard: FinishedShard, planned: PlannedShard | None = None) -> bytes:
         """What ``append`` writes."""

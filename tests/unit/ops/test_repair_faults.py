@@ -167,18 +167,29 @@ def test_a_full_disk_leaves_no_part_of_a_copy_among_the_states(root: Path, monke
     assert path.read_bytes() == data
 
 
-def test_what_was_repaired_is_what_a_rerun_publishes(tmp_path: Path) -> None:
-    """The spool that DVC does not hold yet has the damaged file under a second name, and knows that by its ``stat``."""
+@pytest.mark.parametrize("is_same", [True, False])
+def test_what_was_repaired_is_what_a_rerun_publishes(tmp_path: Path, is_same: bool) -> None:
+    """The spool that DVC does not hold yet has the damaged file under a second name, and knows that by its ``stat``.
+
+    An engine that promises no equal bytes may have given others.
+    """
     (tmp_path / ".dvc").mkdir()
-    root = make_repository(tmp_path)
-    whole, before = fs.tree_digests(root / STATES), (root / STATES / manifest_of(root).shards[0].path).stat()
+    root = make_repository(tmp_path, engine=CountingEngine(deterministic=is_same))
+    undamaged, before = fs.tree_digests(root / STATES), (root / STATES / manifest_of(root).shards[0].path).stat()
     path, _ = damage(root)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # a disk's fault, of which no time tells
-    assert [repaired.how for repaired in repair(root, CountingEngine())] == ["captured again"]
+    assert [r.how for r in repair(root, CountingEngine(deterministic=is_same, change=not is_same))] == [
+        "captured again"
+    ]
+    whole, manifest = fs.tree_digests(root / STATES), (root / MANIFEST).read_bytes()
+    assert (whole == undamaged) is is_same
+    assert (root / ".eyas/spool" / manifest_of(root).identity / "manifest.json").read_bytes() == manifest
     shutil.rmtree(root / STATES)  # as DVC does before it runs the stage
     (root / MANIFEST).unlink()
-    tokens, engine = {sample.sample_id: sample for sample in iter_tokens(root / "data/tokens")}, CountingEngine()
+    tokens = {sample.sample_id: sample for sample in iter_tokens(root / "data/tokens")}
+    engine = CountingEngine(deterministic=is_same)
     places = {"out": root / STATES, "manifest_path": root / MANIFEST, "home": root / ".eyas"}
     extract(fs.read_record(CapturePlan, root / "data/plan.json"), tokens, engine, LIMITS, **places)
     assert fs.tree_digests(root / STATES) == whole
+    assert (root / MANIFEST).read_bytes() == manifest
     assert engine.batches == []
