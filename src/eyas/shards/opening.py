@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from eyas.contracts import ShardEntry, ShardManifest, StoredSample
-from eyas.errors import StoreError
+from eyas.errors import DiskError, StoreError
 from eyas.shards.format import (
     LENGTH_BYTES,
     ShardFacts,
@@ -20,16 +21,28 @@ from eyas.shards.format import (
 
 HEADER_GUESS_BYTES = 64 << 10
 """Read at once of a shard that is far away; most headers are shorter."""
+OF_THIS_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
+"""Why a whole file may not open: limits and rights."""
 ReadBytes = Callable[[int, int], bytes]
 
 
 class open_shard:  # noqa: N801 - used like the built-in open
-    """An open file descriptor of a shard as a context; a missing file is a ``StoreError``."""
+    """An open file descriptor of a shard as a context.
+
+    Raises:
+        StoreError: The file is missing, or the disk cannot read it.
+        DiskError: This process may not open it, or no more files: that is no damage of what lies there.
+    """
 
     def __init__(self, path: Path, where: str) -> None:
         try:
             self.number = os.open(path, os.O_RDONLY)
         except OSError as error:
+            if error.errno in OF_THIS_PROCESS:
+                raise DiskError(
+                    f"{path} cannot be opened: {error.strerror}",
+                    f"`ulimit -n` and `ls -l {path}` show limits and rights",
+                ) from None
             raise damaged(where, f"cannot be opened: {error.strerror}") from None
 
     def __enter__(self) -> open_shard:

@@ -70,8 +70,8 @@ class ShardCache:
 
         Raises:
             RemoteError: The remote lacks it, does not answer, or has other bytes under its name.
-            DiskError: The volume is full.
-            StoreError: It lies here and cannot be opened.
+            DiskError: The volume is full, or this process may open no more files.
+            StoreError: It lies here and cannot be read.
         """
         path = self._folder / entry.md5
         while True:

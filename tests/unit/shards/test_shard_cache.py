@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from eyas.contracts import ShardEntry
-from eyas.errors import StoreError
+from eyas.errors import DiskError
 from eyas.shards.shard_cache import ShardCache
 
 SIZE = 40_000
@@ -161,7 +161,7 @@ def test_a_shard_that_lies_here_and_cannot_be_opened_is_an_error_and_no_endless_
     def read():
         try:
             one.open(entry(b"a"))
-        except StoreError as error:
+        except DiskError as error:
             raised.append(str(error))
 
     before, lowest = resource.getrlimit(resource.RLIMIT_NOFILE), os.open(os.devnull, os.O_RDONLY)
@@ -175,4 +175,4 @@ def test_a_shard_that_lies_here_and_cannot_be_opened_is_an_error_and_no_endless_
         os.close(lowest)
     reader.join(5)
     assert len(raised) == 1, "it went on without end"
-    assert "a.safetensors: cannot be opened: Too many open files" in raised[0]
+    assert "cannot be opened: Too many open files" in raised[0]

@@ -2,13 +2,14 @@
 
 import dataclasses
 import random
+import resource
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from shard_cases import make_capture, make_manifest, make_plan, make_states, make_tokens, store
 
-from eyas.errors import StoreError
+from eyas.errors import DiskError, EyasError, StoreError
 from eyas.shards.reader import ShardReader
 from eyas.shards.verify import verify
 
@@ -106,6 +107,23 @@ def test_a_file_cut_after_it_was_opened_is_an_error_and_no_crash(stored):
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(StoreError, match="ends 3 bytes early"):
         reader.read(reader.samples[-1].sample_id)
+
+
+def test_a_process_that_may_open_no_more_files_finds_no_damage(stored):
+    """A whole sample would be left out of a training, or captured again."""
+    folder, manifest, *_ = stored
+    reader = ShardReader(folder, manifest)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        reader.read(reader.samples[0].sample_id)
+    except EyasError as error:
+        found = error
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert isinstance(found, DiskError)
+    assert "cannot be opened: Too many open files" in found.message
+    assert len(read_all(folder, manifest)) == 6
 
 
 def test_shards_that_changed_places_are_found(stored):
