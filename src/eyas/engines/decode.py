@@ -110,9 +110,10 @@ class BlockDecoder:
             ids_RP[row, : len(prompt)] = torch.tensor(prompt)
         position_RP = self._position_L[: ids_RP.shape[1]].expand(ids_RP.shape)
         self._cache.aim(torch.tensor(list(rows), device=self._device), position_RP, attended=0)
-        last_RPD, aux_RPAD = self._run(ids_RP.to(self._device), position_RP, None)
         end_R = torch.tensor(lengths, device=self._device) - 1
-        logits_RV = self._head(last_RPD[torch.arange(len(prompts), device=self._device), end_R])
+        with self._steady():
+            last_RPD, aux_RPAD = self._run(ids_RP.to(self._device), position_RP, None)
+            logits_RV = self._head(last_RPD[torch.arange(len(prompts), device=self._device), end_R])
         return PrefillOutput(logits_RV, last_RPD, aux_RPAD)
 
     @torch.no_grad()
@@ -145,8 +146,9 @@ class BlockDecoder:
         mask_B1JL = torch.zeros(hidden_BJL.shape, dtype=self._model.dtype, device=self._device)
         mask_B1JL = mask_B1JL.masked_fill_(hidden_BJL, float("-inf"))[:, None]
         self._cache.aim(torch.arange(self.batch_size, device=self._device), position_BJ, attended)
-        last_BJD, aux_BJAD = self._run(ids_BJ, start_B[:, None] + depth_BJ, mask_B1JL)
-        return BlockOutput(self._head(last_BJD), last_BJD, aux_BJAD)
+        with self._steady():
+            last_BJD, aux_BJAD = self._run(ids_BJ, start_B[:, None] + depth_BJ, mask_B1JL)
+            return BlockOutput(self._head(last_BJD), last_BJD, aux_BJAD)
 
     @torch.no_grad()
     def keep(self, start_B: torch.Tensor, place_BA: torch.Tensor) -> None:
@@ -160,6 +162,19 @@ class BlockDecoder:
         start_B1, place_BA = start_B.to(self._device)[:, None], place_BA.to(self._device)
         to_BA = start_B1 + 1 + torch.arange(place_BA.shape[1], device=self._device)
         self._cache.move(start_B1 + place_BA, to_BA)
+
+    @contextlib.contextmanager
+    def _steady(self) -> Iterator[None]:
+        """Where threads share rows of a float32 product, MKL on AMD gives a row other last bits by its place: one thread."""
+        threads = torch.get_num_threads()
+        is_shared = self._device.type == "cpu" and self._model.dtype == torch.float32 and threads > 1
+        if is_shared:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            if is_shared:
+                torch.set_num_threads(threads)
 
     def settle(self) -> None:
         """Wait until the device has done what it was asked: what a clock needs."""
