@@ -125,6 +125,11 @@ def style(text: str, code: str) -> str:
     return f"\033[{code}m{text}\033[0m"
 
 
+DEFAULT_HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_received: list[int] = []
+"""Signals that this process was to end by, since ``user_errors`` began."""
+
+
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """Turn an ``EyasError`` or a fault of the file system into its text and exit code 2, Ctrl-C into 130, SIGTERM into 143.
@@ -132,17 +137,18 @@ def user_errors() -> Iterator[None]:
     Whoever ends us by SIGTERM (a container that is stopped, a job at its time limit) gets what Ctrl-C gets: servers are
     ended, locks and memory given back.
     """
-    received: list[int] = []
 
     def interrupt(number: int, _frame: object) -> None:
-        received.append(number)  # Ray, in whose call it may come, raises a KeyboardInterrupt of its own
+        _received.append(number)  # Ray, in whose call it may come, raises a KeyboardInterrupt of its own, or loses ours
         raise KeyboardInterrupt
 
-    is_ours = (
-        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    )
-    if is_ours:
-        signal.signal(signal.SIGTERM, interrupt)
+    is_main = threading.current_thread() is threading.main_thread()
+    ours = {
+        number: before for number, before in DEFAULT_HANDLERS.items() if is_main and signal.getsignal(number) == before
+    }
+    _received.clear()
+    for number in ours:
+        signal.signal(number, interrupt)
     try:
         yield
     except EyasError as error:
@@ -157,10 +163,16 @@ def user_errors() -> Iterator[None]:
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         log("interrupted; the same command goes on where this one stopped")
-        raise SystemExit(143 if received else 130) from None
+        raise SystemExit(128 + (_received or [signal.SIGINT])[0]) from None
     finally:
-        if is_ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number, before in ours.items():
+            signal.signal(number, before)
+
+
+def stop_if_interrupted() -> None:
+    """Raise the interrupt that came while a library's code ran and was lost there; for loops around such code."""
+    if _received:
+        raise KeyboardInterrupt
 
 
 def run_main(main: Callable[[Sequence[str]], None]) -> None:

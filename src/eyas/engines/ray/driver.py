@@ -111,6 +111,7 @@ class _Driver:
         """Until every shard is journaled."""
         self._check_places()
         while self._handout.num_left:
+            console.stop_if_interrupted()
             self._hire()
             self._hand_out()
             for name, what in self._cluster.news(SOON_S if self._accepting else LOOK_S):
