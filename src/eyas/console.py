@@ -165,6 +165,7 @@ def user_errors() -> Iterator[None]:
         log("interrupted; the same command goes on where this one stopped")
         raise SystemExit(128 + (_received or [signal.SIGINT])[0]) from None
     finally:
+        _received.clear()
         for number, before in ours.items():
             signal.signal(number, before)
 

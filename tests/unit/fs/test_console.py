@@ -65,3 +65,32 @@ def test_whoever_handles_the_signal_already_keeps_it():
         assert signal.getsignal(signal.SIGTERM) is own
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_a_library_loses_is_raised_by_the_loop_around_it(number):
+    """Code of Ray's may swallow it; what the shell sees is as if it had not."""
+    code = f"""
+import os, time
+from eyas import console
+
+def main(_):
+    try:
+        os.kill(os.getpid(), {number.value})
+        time.sleep(10)
+    except KeyboardInterrupt:
+        pass
+    console.stop_if_interrupted()
+    print("went on")
+
+console.run_main(main)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (128 + number, "")
+
+
+def test_an_interrupt_of_one_command_is_none_of_the_next():
+    with pytest.raises(SystemExit), console.user_errors():
+        signal.raise_signal(signal.SIGINT)
+    console.stop_if_interrupted()
