@@ -79,12 +79,15 @@ class Engine:
             write_states(path, ids[1:])
         elif self._has(ids, FOREIGN_ONCE):
             write_states(path, [*ids[:-1], 7])
+        elif self._has(ids, FLIP_ONCE):  # before it has its name: who waits for that reads it at once
+            whole = path.with_name(f"{path.name}-whole")
+            write_states(whole, ids)
+            with whole.open("r+b") as file:
+                file.seek(-900, os.SEEK_END)
+                file.write(b"\x55")
+            whole.rename(path)
         else:
             write_states(path, ids)
-            if self._has(ids, FLIP_ONCE):
-                with path.open("r+b") as file:
-                    file.seek(-900, os.SEEK_END)
-                    file.write(b"\x55")
 
 
 def write_states(path, ids):
