@@ -32,7 +32,7 @@ from eyas.errors import ConfigError, RemoteError
 from eyas.ops.gc.remote import pushed_objects
 from eyas.ops.remote import push, verify_remote
 from eyas.shards.reader import ShardReader
-from eyas.shards.remote import RemoteStore, Secrets
+from eyas.shards.remote import RemoteStore
 from eyas.shards.shard_cache import ShardCache
 
 LENGTHS = tuple(5 + (7 * i) % 26 for i in range(40))
@@ -391,13 +391,3 @@ def test_nor_are_they_where_dvc_cannot_even_begin(repository, discreet, command)
     with (repository.root / ".dvc/config.local").open("a") as settings:
         settings.write("['remote \"far\"']\n    url = webdavs://me:pass-in-url@127.0.0.1:9/x\n")
     assert re.search(r"remote far(:| \(webdavs://\*\*\*@127)", discreet(*command).stderr)
-
-
-def test_texts_lose_what_settings_and_environment_hold(tmp_path):
-    (tmp_path / ".dvc").mkdir()
-    (tmp_path / ".dvc/config.local").write_text(
-        "['remote \"r\"']\n    url = s3://x\n    secret_access_key = hidden-1\n"
-    )
-    secrets = Secrets(tmp_path, {"AWS_SESSION_TOKEN": "hidden-2", "AWS_REGION": "eu-west-1", "HOME": "/home/me"})
-    said = secrets.out_of("hidden-1, hidden-2 in eu-west-1 at https://me:hidden-3@host/x")
-    assert said == "***, *** in eu-west-1 at https://***@host/x"
