@@ -77,6 +77,15 @@ option = $(if $(value $(2)),--$(1) $(call quoted,$(2)))
 JSON_FLAG = $(if $(value JSON),--json)
 CHOICES := $(foreach group,TARGET DATA MACHINE DRAFTER,$(if $(value $(group)),$(group)=$(value $(group))))
 
+# A misspelt one would be ignored, and `make params` would then take every default.
+VARIABLES := PYTHON TORCH TORCH_PIP_ARGS FORCE JSON ALL AGAINST ARGS IMAGE IN_CONTAINER LOCKS TARGET DATA MACHINE DRAFTER FROM TO REMOTE GEN \
+	KEEP PROJECTS CONFIRM ENGINES SETS DIR ENGINE FORMAT NOTE NAME BOUNDARIES FINAL_HIDDEN MAX_FAILED TRAINER BASE_CPU BASE_CUDA REGISTRY_USER \
+	REGISTRY_TOKEN MAKE_VERSION EYAS_% CUDA_% DVC_% HF_% NCCL_% OMP_% RAY_% TORCH_%
+UNKNOWN := $(filter-out $(VARIABLES),$(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name))))
+ifneq ($(UNKNOWN),)
+$(error $(UNKNOWN): no variable of this Makefile, expected some of $(filter-out MAKE_VERSION LOCKS,$(VARIABLES)))
+endif
+
 CONTAINER := PYTHONPATH=src $(PYTHON) -m eyas.ops.image
 ifeq ($(EYAS_IMAGE),)
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)

@@ -55,6 +55,20 @@ def test_an_old_make_is_refused_with_the_fix(make, version, right):
         assert f"GNU make {version} is too old, expected 4.0 or newer: `brew install make`" in done.stderr
 
 
+@pytest.mark.parametrize("word", ["TAGRET=qwen3_8b", "FOO=1", "lr=3"])
+def test_a_variable_that_nothing_reads_is_refused(make, tmp_path, word):
+    """`make params TAGRET=x` took every default, and the edits in params.yaml were gone."""
+    done = make("params", word)
+    assert done.returncode == 2
+    assert f"{word.split('=')[0]}: no variable of this Makefile, expected some of" in done.stderr
+    assert not (tmp_path / "diary").exists()
+
+
+def test_variables_of_the_programs_behind_it_pass(make):
+    done = make("status", "EYAS_WATCHDOG_S=9", "OMP_NUM_THREADS=1", "ARGS=-k 'a=b FOO=c'")
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_dry_run_shows_commands_and_runs_none(make, tmp_path):
     done = make("-n", "repro", "gc", "CONFIRM=it's")
     assert done.returncode == 0, done.stderr

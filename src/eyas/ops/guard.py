@@ -22,7 +22,7 @@ from pathlib import Path
 from eyas import config, console, fs
 from eyas.config.images import check_image
 from eyas.contracts import CapturePlan
-from eyas.errors import ConfigError, EyasError, StoreError
+from eyas.errors import ConfigError, DataError, EyasError, StoreError
 from eyas.ops import published as store
 from eyas.ops.gc.intent import read_intent
 from eyas.ops.published import MANIFEST, OUTS, PLAN, STATES, Planned, Published
@@ -63,6 +63,7 @@ def run(root: Path, command: Sequence[str], *, force: bool) -> int:
         Exit code of what was run; 0 when nothing had to be.
 
     Raises:
+        DataError: There is no file or folder at ``data.path``.
         ConfigError: A parameter is wrong, or this is not the pinned image: DVC would empty a stage's outputs before the
             stage itself could say so.
         StoreError: Finished states would be wiped, or are damaged.
@@ -71,7 +72,9 @@ def run(root: Path, command: Sequence[str], *, force: bool) -> int:
     params = config.load(root / config.PARAMS_PATH) if command else None
     if params is not None and _never_captured(root):  # before the hours of `respond`
         check_image("extract.image", params.extract.image)
-    if command and (code := _dvc(root, "repro", "plan")):
+    if params is not None and (code := _dvc(root, "repro", "plan")):
+        if not (root / params.data.path).exists():
+            raise DataError(f"data.path: {params.data.path} is missing", "put your data there; see data/raw/README.md")
         return code
     with _lock(root):
         verdict = look(root, force=force)

@@ -85,6 +85,12 @@ CASES = {
         "extract.boundaries[0]: 'a', expected a whole number",
         "",
     ),
+    "boundary beyond the target": (
+        "  boundaries: []",
+        "  boundaries: [2, 31]",
+        "extract.boundaries: [31], expected at most 30: the target has 30 layers",
+        "",
+    ),
     "boundary repeats": ("  boundaries: []", "  boundaries: [3, 3]", "extract.boundaries: [3, 3], expected rising", ""),
     "number for text": ("  name: smollm2_135m", "  name: 135", "target.name: 135, expected text", "'135'"),
     "section is a number": ("\nrespond:\n", "\nrespond: 3\nfoo:\n", "respond: 3, expected a section", "make params"),

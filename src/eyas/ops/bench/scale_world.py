@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -78,7 +79,7 @@ def _params(text: str) -> str:
         "boundaries": f"[{', '.join(map(str, BOUNDARIES))}]",
         "shard_bytes": str(SAMPLES_PER_SHARD * MEAN_TOKENS * BYTES_PER_TOKEN),
     }
-    head, tail = text.split("\nextract:\n")
+    head, tail = re.sub(r"num_layers: \d+", f"num_layers: {NUM_LAYERS}", text).split("\nextract:\n")
     lines = tail.split("\n")
     end = next((i for i, line in enumerate(lines) if line and not line.startswith(" ")), len(lines))
     kept = [line for line in lines[:end] if line.strip().partition(":")[0] not in wanted and not line.startswith("  -")]

@@ -82,7 +82,9 @@ class Builder:
                 command += [*volumes, *shared, f"--tag={name}"]
             if subprocess.run([*command, str(root)], check=False).returncode:
                 raise ImageError(
-                    f"{self.tool} could not build {target} of {root / 'Dockerfile'}", "its output is above"
+                    f"{self.tool} could not build {target} of {root / 'Dockerfile'}",
+                    "its output is above; where no registry is reached, make a base of this machine's Debian packages: "
+                    "docs/containers.md",
                 )
 
     def _need_own_base(self, base: str) -> None:
