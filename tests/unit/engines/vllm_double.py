@@ -79,12 +79,16 @@ class Engine:
             write_states(path, ids[1:])
         elif self._has(ids, FOREIGN_ONCE):
             write_states(path, [*ids[:-1], 7])
+        elif self._has(ids, FLIP_ONCE):
+            aside = path.parent / "aside" / path.name  # it has its name only when it is damaged: we are read at once
+            aside.parent.mkdir()
+            write_states(aside, ids)
+            with aside.open("r+b") as file:
+                file.seek(-900, os.SEEK_END)
+                file.write(b"\x55")
+            os.replace(aside, path)
         else:
             write_states(path, ids)
-            if self._has(ids, FLIP_ONCE):
-                with path.open("r+b") as file:
-                    file.seek(-900, os.SEEK_END)
-                    file.write(b"\x55")
 
 
 def write_states(path, ids):

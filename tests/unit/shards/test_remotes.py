@@ -354,7 +354,7 @@ INSIDE = {
 
 
 @pytest.fixture
-def discreet(repository):
+def quiet(repository):
     """Runs commands of which none may say a secret; nor may any have stored one in the end."""
     secrets = [KEY, SECRET, INSIDE["AWS_ACCESS_KEY_ID"], INSIDE["AWS_SECRET_ACCESS_KEY"], "pass-in-url"]
 
@@ -368,17 +368,17 @@ def discreet(repository):
     assert not [secret for secret in secrets if secret.encode() in written]
 
 
-def test_credentials_are_neither_printed_nor_stored(discreet):
+def test_credentials_are_neither_printed_nor_stored(quiet):
     for command in (("push",), ("verify", "--remote"), ("pull",)):
-        done = discreet(*command)
+        done = quiet(*command)
         assert done.returncode == 0, done.stderr
-    assert "there" in discreet("gc-plan", "--json").stdout
+    assert "there" in quiet("gc-plan", "--json").stdout
 
 
 @pytest.mark.parametrize("command", [("push",), ("pull",), ("verify", "--remote"), ("gc-plan",)])
-def test_nor_are_they_when_nothing_works(discreet, server, command):
+def test_nor_are_they_when_nothing_works(quiet, server, command):
     server.faults.share = 1.0
-    done = discreet(*command)
+    done = quiet(*command)
     assert server.faults.num_failed > 0
     if command == ("gc-plan",):
         assert "does not answer" in done.stderr
@@ -387,7 +387,7 @@ def test_nor_are_they_when_nothing_works(discreet, server, command):
 
 
 @pytest.mark.parametrize("command", [("push", "--remote", "far"), ("verify", "--remote", "far"), ("gc-plan",)])
-def test_nor_are_they_where_dvc_cannot_even_begin(repository, discreet, command):
+def test_nor_are_they_where_dvc_cannot_even_begin(repository, quiet, command):
     with (repository.root / ".dvc/config.local").open("a") as settings:
         settings.write("['remote \"far\"']\n    url = webdavs://me:pass-in-url@127.0.0.1:9/x\n")
-    assert re.search(r"remote far(:| \(webdavs://\*\*\*@127)", discreet(*command).stderr)
+    assert re.search(r"remote far(:| \(webdavs://\*\*\*@127)", quiet(*command).stderr)
