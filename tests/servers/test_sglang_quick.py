@@ -32,7 +32,7 @@ def test_every_row_equals_transformers_though_the_scheduler_is_killed(
     target = make_target(folder)
     samples = make_prompts(target, NUM_PROMPTS)
     engine = SglangEngine(target, folder, boundaries, dtype="float32", chunked_prefill_size=CHUNK)
-    engine.announce(samples)
+    engine.announce(samples[: NUM_PROMPTS // 2])  # computed ahead; the others want a server after the kill
     engine.open()
     try:
         found: dict[str, torch.Tensor] = {}

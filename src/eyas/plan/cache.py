@@ -1,4 +1,4 @@
-"""What DVC's own files say, read without importing DVC: settings, the cache's objects, ``dvc.lock``.
+"""What DVC's own files say, read without importing DVC: the cache and its objects, ``dvc.lock``.
 
 A terabyte is committed by linking it. That needs ``hardlink`` first in ``cache.type`` and the cache on the
 workspace's own mount; both are asked before an engine starts. DVC's state, which spares hashing it again, belongs
@@ -7,15 +7,13 @@ on that volume too: elsewhere a container or another machine does not find it.
 
 from __future__ import annotations
 
-import configparser
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from eyas import fs
+from eyas.config import dvc
 from eyas.errors import DiskError, StoreError
 from eyas.plan.volume import holding, mounts
 
@@ -23,37 +21,11 @@ SITE_CACHE = Path(".dvc/tmp/site")
 """Where ``make`` lets DVC keep its state: with the repository, out of git, gone only with ``.dvc/tmp``."""
 
 
-def settings(root: Path, section: str) -> dict[str, str]:
-    """One section of DVC's settings: of the system, of the user, of the repository, local ones; later ones win."""
-    found: dict[str, str] = {}
-    for path in _configs(root):
-        found.update(_section(path, section))
-    return found
-
-
-def _configs(root: Path) -> tuple[Path, ...]:
-    return (*_global_configs(), root / ".dvc/config", root / ".dvc/config.local")
-
-
-def _section(path: Path, section: str) -> dict[str, str]:
-    parser = configparser.ConfigParser(interpolation=None, inline_comment_prefixes=("#",))
-    parser.read(path)
-    found = parser[section] if parser.has_section(section) else {}
-    return {key: value.strip("\"'") for key, value in found.items()}
-
-
-def _global_configs() -> tuple[Path, Path]:
-    """Where DVC looks for settings of the system and of the user."""
-    system = os.environ.get("DVC_SYSTEM_CONFIG_DIR") or platformdirs.site_config_dir("dvc", "iterative")
-    user = os.environ.get("DVC_GLOBAL_CONFIG_DIR") or platformdirs.user_config_dir("dvc", "iterative")
-    return Path(system) / "config", Path(user) / "config"
-
-
 def cache_types(root: Path) -> tuple[str, ...]:
     """DVC's ``cache.type`` in order; empty without a DVC repository, DVC's own default without a setting."""
     if not (root / ".dvc").is_dir():
         return ()
-    named = settings(root, "cache").get("type", "reflink,copy")
+    named = dvc.settings(root, "cache").get("type", "reflink,copy")
     return tuple(kind.strip() for kind in named.split(","))
 
 
@@ -72,8 +44,8 @@ def copying_types(root: Path) -> tuple[str, ...]:
 def cache_dir(root: Path) -> Path:
     """DVC's cache folder; a relative one is relative to the file that sets it, ``~`` the user's home."""
     folder = root / ".dvc/cache"
-    for path in _configs(root):
-        if named := _section(path, "cache").get("dir"):
+    for path in dvc.files(root):
+        if named := dict(dvc.sections(path)).get("cache", {}).get("dir"):
             folder = path.parent / os.path.expanduser(named)  # noqa: PTH111 - an unknown user is a folder's name
     return folder
 
@@ -91,7 +63,7 @@ def cache_object(root: Path, md5: str) -> Path:
 
 def site_cache_dir(root: Path) -> Path | None:
     """Where DVC keeps its state, as set for this repository; None when it is DVC's own place."""
-    named = os.environ.get("DVC_SITE_CACHE_DIR") or settings(root, "core").get("site_cache_dir")
+    named = os.environ.get("DVC_SITE_CACHE_DIR") or dvc.settings(root, "core").get("site_cache_dir")
     return Path(named) if named else None
 
 

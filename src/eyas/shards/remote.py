@@ -7,7 +7,6 @@ credential is printed.
 
 from __future__ import annotations
 
-import configparser
 import functools
 import importlib
 import os
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from eyas.config import dvc
 from eyas.errors import RemoteError, StoreError
 
 Answer = TypeVar("Answer")
@@ -34,11 +34,9 @@ class Secrets:
 
     def __init__(self, root: Path, environment: Mapping[str, str] = os.environ) -> None:
         values = {v for k, v in environment.items() if k.startswith(("AWS_", "DVC_")) and SECRET_KEYS.search(k)}
-        for name in ("config", "config.local"):
-            parser = configparser.ConfigParser(interpolation=None, strict=False)
-            parser.read(root / ".dvc" / name)
-            for section in parser.sections():
-                values |= {v.strip("\"'") for k, v in parser.items(section) if SECRET_KEYS.search(k)}
+        for path in dvc.files(root):
+            for _, section in dvc.sections(path):
+                values |= {v for k, v in section.items() if SECRET_KEYS.search(k)}
         self._values = sorted((value for value in values if len(value) > 3), key=len, reverse=True)
 
     def out_of(self, text: object) -> str:

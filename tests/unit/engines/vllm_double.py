@@ -79,13 +79,14 @@ class Engine:
             write_states(path, ids[1:])
         elif self._has(ids, FOREIGN_ONCE):
             write_states(path, [*ids[:-1], 7])
-        elif self._has(ids, FLIP_ONCE):  # before it has its name: who waits for that reads it at once
-            whole = path.with_name(f"{path.name}-whole")
-            write_states(whole, ids)
-            with whole.open("r+b") as file:
+        elif self._has(ids, FLIP_ONCE):
+            aside = path.parent / "aside" / path.name  # it has its name only when it is damaged: we are read at once
+            aside.parent.mkdir()
+            write_states(aside, ids)
+            with aside.open("r+b") as file:
                 file.seek(-900, os.SEEK_END)
                 file.write(b"\x55")
-            whole.rename(path)
+            os.replace(aside, path)
         else:
             write_states(path, ids)
 

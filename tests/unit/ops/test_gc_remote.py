@@ -9,12 +9,13 @@ import shlex
 from pathlib import Path
 
 import pytest
+from dvc.config import Config
 from gc_cases import Project
 
 from eyas.ops.gc import holdings as room
 from eyas.ops.gc.plan import make_plan
 from eyas.ops.gc.remote import Remote as Remotes
-from eyas.ops.gc.remote import remote_folder
+from eyas.ops.gc.remote import remote_folder, remotes
 
 STRAY = "aa" * 16
 
@@ -180,5 +181,42 @@ def test_commands_name_the_projects_whose_objects_count_as_in_use(pushed, tmp_pa
 
 def test_a_remote_in_the_home_folder_is_where_dvc_takes_it_to_be(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", os.fspath(tmp_path))
-    assert remote_folder(tmp_path / "repo", Remotes("store", "~/store")) == tmp_path / "store"
-    assert remote_folder(tmp_path / "repo", Remotes("store", "../../store")) == tmp_path / "store"
+    assert remote_folder(Remotes("store", "~/store", tmp_path / "repo/.dvc")) == tmp_path / "store"
+
+
+SETTINGS = {
+    "system": "['remote \"of_the_machine\"']\n    url = ../pool  # for all\n['remote \"moved\"']\n    url = /nowhere\n",
+    "user": '[core]\n    remote = Mine\n[\'remote "Mine"\']\n    url = "~/an #1 store"\n',
+    "repo/.dvc": "['remote \"moved\"']\n    url = ../../store\n['remote \"bucket\"']\n    url = s3://bucket/x\n",
+}
+
+
+def test_remotes_are_those_that_dvc_itself_sees(tmp_path, monkeypatch):
+    """Of the system, of the user and of the repository; each path relative to the file that names it."""
+    monkeypatch.setenv("HOME", os.fspath(tmp_path))
+    monkeypatch.setenv("DVC_SYSTEM_CONFIG_DIR", os.fspath(tmp_path / "system"))
+    monkeypatch.setenv("DVC_GLOBAL_CONFIG_DIR", os.fspath(tmp_path / "user"))
+    for folder, text in SETTINGS.items():
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config").write_text(text)
+    by_dvc = {name: one["url"] for name, one in Config(os.fspath(tmp_path / "repo/.dvc"))["remote"].items()}
+    ours = {one.name: os.fspath(remote_folder(one) or one.url) for one in remotes(tmp_path / "repo")}
+    assert ours == by_dvc
+    assert ours["mine"] == f"{tmp_path}/an #1 store"
+    assert ours["moved"] == f"{tmp_path}/store"
+
+
+def test_a_remote_of_the_user_s_own_settings_counts_in_a_plan(tmp_path, monkeypatch):
+    """``dvc remote add --global``: the repository's own settings do not name it, and DVC pushes there."""
+    monkeypatch.setenv("DVC_GLOBAL_CONFIG_DIR", os.fspath(tmp_path / "user"))
+    project = Project(tmp_path / "repo")
+    project.ok("dvc", "remote", "add", "-q", "--global", "-d", "store", os.fspath(tmp_path / "store"))
+    project.generation(1)
+    project.ok("dvc", "push", "-q")
+    project.generation(2)
+    plan = project.plan()
+    [row] = plan["generations"]
+    assert row["num_pushed"] == row["num_objects"] > 0
+    [held] = plan["remotes"]
+    assert (held["remote"], held["is_known"]) == ("store", True)
+    assert not [said for said in plan["warnings"] if "no remote" in said]

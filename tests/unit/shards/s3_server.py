@@ -18,21 +18,36 @@ BUCKET = "states"
 
 
 class Faults:
-    """Wraps the server: every so often it answers 500, closes early, or flips a byte of what it sends."""
+    """Wraps the server: every so often it answers 500, closes early, or flips a byte of what it sends.
+
+    ``hold`` lets so many more requests through; those after them get no answer before ``let_go``, and then a 500.
+    """
 
     def __init__(self, app: Callable[..., Iterable[bytes]]) -> None:
         self._app, self._dice, self._lock = app, random.Random(0), threading.Lock()
         self.share, self.kind, self.num_failed, self.num_requests = 0.0, "500", 0, 0
         self.methods = ("GET", "PUT", "HEAD", "POST")
+        self.is_held, self._held, self._num_through = threading.Event(), threading.Event(), -1
+
+    def hold(self, num_through: int) -> None:
+        self._num_through = self.num_requests + num_through
+
+    def let_go(self) -> None:
+        self._num_through = -1
+        self._held.set()
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         with self._lock:
             self.num_requests += 1
+            is_held = 0 <= self._num_through < self.num_requests
             fails = environ["REQUEST_METHOD"] in self.methods and self._dice.random() < self.share
             self.num_failed += fails
-        if not fails:
+        if is_held:
+            self.is_held.set()
+            self._held.wait()
+        elif not fails:
             return self._app(environ, start_response)
-        if self.kind == "500":
+        if is_held or self.kind == "500":
             start_response("500 Internal Server Error", [("Content-Length", "0")])
             return [b""]
         if self.kind == "cut":

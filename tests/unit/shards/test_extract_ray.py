@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -211,21 +212,55 @@ def test_an_engine_that_opens_nowhere_ends_the_run_by_its_own_error(case, on_thr
     assert 3 <= len(on_threads.made[0].specs) <= 5
 
 
-def test_nodes_that_go_while_their_engines_start_end_no_run(case, unbroken, on_threads):
-    """A host with eight engines that start is gone: eight workers in a row, and nothing is wrong with any."""
+@pytest.mark.parametrize(("num_lost", "limit_s", "pause_s"), [(8, 1, 0.2), (30, 1800, 0.0)])
+def test_nodes_that_go_while_their_engines_start_end_no_run(
+    case, unbroken, on_threads, monkeypatch, num_lost, limit_s, pause_s
+):
+    """A host with eight engines that start is gone, slowly, or several are, in a moment: nothing is wrong with any."""
+    monkeypatch.setenv("EYAS_SGLANG_START_S", str(limit_s))
     lost = []
 
     def edit(name, news):
-        if news.ready is None or len(lost) == 8:
+        if news.ready is None or len(lost) == num_lost:
             return news
         lost.append(name)
+        time.sleep(pause_s)
         on_threads.made[0].workers.pop(name).stop()
         return Lost(f"{name}: its node has died", is_node_gone=True)
 
     on_threads.edit = staticmethod(edit)
     _, executor = run_on(case)
     assert case.hashes() == unbroken
-    assert executor.num_lost_workers == 8
+    assert executor.num_lost_workers == num_lost
+
+
+@pytest.mark.parametrize("pattern", ["n", "nnf", "nr"])
+def test_a_run_whose_workers_all_go_as_they_start_ends(case, on_threads, monkeypatch, pattern):
+    """With their (n)odes, by (f)ailed starts in between, or as soon as they are (r)eady: in turn as well."""
+    monkeypatch.setenv("EYAS_SGLANG_START_S", "1")
+    monkeypatch.setattr(driver, "HIRE_EVERY_S", 0.02)
+    lost, ready = [], set()
+
+    def edit(name, news):
+        if news.ready is None and name not in ready:
+            return news
+        how = pattern[len(lost) % len(pattern)]
+        if how == "r" and name not in ready:
+            ready.add(name)
+            return news
+        assert len(lost) < 200, "it goes on for ever"
+        lost.append(name)
+        time.sleep(0.06)
+        on_threads.made[0].workers.pop(name).stop()
+        return Lost(f"{name}: it is gone", is_node_gone=how == "n")
+
+    on_threads.edit = staticmethod(edit)
+    with pytest.raises(EyasError, match="it is gone") as caught:
+        run_on(case)
+    if pattern == "n":
+        assert isinstance(caught.value, ServerError)
+        assert re.search(r"\d\d workers were lost in .* and none became ready, expected one in 1", caught.value.message)
+        assert 20 <= len(lost) < 30
 
 
 def test_engines_that_do_not_start_end_no_run_while_another_works(case, unbroken, on_threads, monkeypatch):

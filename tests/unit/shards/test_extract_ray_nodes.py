@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 from ray_threads import flip, run_on
@@ -23,6 +24,8 @@ from fake_target import make_target
 HOLDER = """
 import os, pathlib, sys, time
 from eyas.engines.ray.node_disk import own_folder
+if len(sys.argv) > 3:
+    os.setuid(int(sys.argv[3]))
 with own_folder(pathlib.Path(sys.argv[1]), sys.argv[2]) as folder:
     (folder / "000").mkdir()
     (folder / "000/shard-00000.safetensors.part").write_bytes(b"half")
@@ -36,12 +39,12 @@ def holder(tmp_path):
     """Another process of this node that is a worker with a folder on its disk; gives its folder."""
     begun = []
 
-    def begin(name: str):
+    def begin(name: str, root: Path = tmp_path / "node", *user: str):
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-c", HOLDER, str(tmp_path / "node"), name]
+        command = [sys.executable, "-c", HOLDER, str(root), name, *user]
         begun.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE))
         assert begun[-1].stdout.readline() == b"up\n"
-        return begun[-1], tmp_path / "node" / name
+        return begun[-1], root / name
 
     yield begin
     for process in begun:
@@ -66,6 +69,24 @@ def test_what_killed_workers_left_on_a_node_s_disk_goes_and_what_living_ones_hav
     assert living.poll() is None
     assert {path.name for path in (tmp_path / "node").iterdir() if path.is_dir()} == {kept.name, "somebody-else"}
     assert case.hashes() == unbroken
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone can be two users")
+def test_two_users_of_a_node_share_a_folder_on_its_disk(holder):
+    """Each removes what its own killed workers left, and leaves the other's alone."""
+    one, other, identity = "65533", "65534", "0" * 16
+    with tempfile.TemporaryDirectory() as made:
+        root = Path(made)
+        root.chmod(0o1777)
+        killed, left = holder(f"{identity}-w1-aaaaaa", root, one)
+        killed.kill()
+        killed.wait()
+        kept = [holder(f"{identity}-w1-bbbbbb", root, other)[1]]
+        assert left.exists()
+        kept += [holder(f"{identity}-w2-aaaaaa", root, one)[1]]
+        assert not left.exists()
+        kept += [holder(f"{identity}-w2-bbbbbb", root, other)[1]]
+        assert all((folder / "000/shard-00000.safetensors.part").exists() for folder in kept)
 
 
 def test_the_reserve_is_kept_on_a_node_s_disk_too(case, on_threads, monkeypatch, tmp_path):

@@ -13,6 +13,7 @@ from dvc_repository import MANIFEST, STATES, DvcRepository
 
 from eyas import console
 from eyas.ops.remote import pull, push, verify_remote
+from eyas.shards.remote import Secrets
 
 LENGTHS = tuple(5 + (7 * i) % 26 for i in range(30))
 
@@ -59,7 +60,8 @@ def test_push_pull_and_verify_say_how_far_they_are(root, capsys, monkeypatch):
     assert re.search(rf"(?m)^pulled: {num_shards}/{num_shards} objects", said), said
 
 
-def test_what_lasts_no_quarter_of_a_minute_says_nothing(root, capsys):
+def test_what_lasts_not_long_says_nothing(root, capsys, monkeypatch):
+    monkeypatch.setattr(console, "PLAIN_PROGRESS_EVERY_S", 600.0)  # however slow this machine is
     push(root)
     assert "objects" not in capsys.readouterr().err
 
@@ -204,3 +206,20 @@ def test_a_training_that_fails_is_not_noted(far):
     done = far.train()
     assert done.returncode == 2
     assert "train" not in far.lock()
+
+
+# ── what is said ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_texts_lose_what_settings_and_environment_hold(tmp_path, monkeypatch):
+    """Settings of the repository, and of the user, where DVC takes credentials from as well."""
+    monkeypatch.setenv("DVC_GLOBAL_CONFIG_DIR", str(tmp_path / "user"))
+    for folder in ("user", ".dvc"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "user/config").write_text('[\'remote "q"\']\n    password = "hidden #4"\n')
+    (tmp_path / ".dvc/config.local").write_text(
+        "['remote \"r\"']\n    url = s3://x\n    secret_access_key = hidden-1\n"
+    )
+    secrets = Secrets(tmp_path, {"AWS_SESSION_TOKEN": "hidden-2", "AWS_REGION": "eu-west-1", "HOME": "/home/me"})
+    said = secrets.out_of("hidden-1, hidden-2, hidden #4 in eu-west-1 at https://me:hidden-3@host/x")
+    assert said == "***, ***, *** in eu-west-1 at https://***@host/x"

@@ -39,6 +39,9 @@ WORKERS_VARIABLE, GPUS_VARIABLE = "EYAS_RAY_WORKERS", "EYAS_RAY_GPUS_PER_WORKER"
 OWN_VARIABLES = ("EYAS_RAY_ADDRESS", WORKERS_VARIABLE, GPUS_VARIABLE)
 MAX_FAILED_STARTS = 3
 """Workers in a row that were lost before their engine was open, while no other works and their nodes live."""
+MAX_LOST = 20
+"""Workers that may be lost, by whatever cause, while none is ready: more than two hosts of eight that go as they start. Only
+with a start's whole time between the first and the last of them is the run over."""
 LOOK_S, SOON_S, HIRE_EVERY_S, WAIT_NOTE_S = 0.5, 0.02, 5.0, 60.0
 
 
@@ -106,6 +109,8 @@ class _Driver:
         self._accepting: dict[Future[FinishedShard], tuple[str, str]] = {}
         self._nonce, self._num_hired, self._num_failed_starts = secrets.token_hex(3), 0, 0
         self._hired_s, self._noted_s = 0.0, time.monotonic()
+        self._lost_s: list[float] = []
+        """When workers were lost while none was ready, since one was."""
 
     def drive(self) -> None:
         """Until every shard is journaled."""
@@ -219,6 +224,7 @@ class _Driver:
             f"{console.human_seconds(ready.start_s)}"
         )
         self._num_failed_starts = 0
+        self._lost_s.clear()
         if not self._ready:
             self._run.calibrate(_Borrowed(self._cluster, name, self._facts, self._patience_s))
         self._cluster.begin(name, self._run.scales_ND)
@@ -247,7 +253,10 @@ class _Driver:
         console.log(f"extract: worker {name} is lost, {len(back)} shards go out again: {reason}")
         if was_ready or is_node_gone:
             self._hired_s = 0.0  # another at once; where none starts, not before the next look
-        if was_ready or is_node_gone or self._ready:
+        if self._ready:
+            return
+        self._check_losses(reason)
+        if was_ready or is_node_gone:
             return
         self._num_failed_starts += 1
         if self._num_failed_starts >= MAX_FAILED_STARTS:
@@ -257,6 +266,17 @@ class _Driver:
                 f"{self._num_failed_starts} workers in a row were lost before their engine was open; the last one: "
                 f"{reason}",
                 "`ray logs cluster` has what they said",
+            )
+
+    def _check_losses(self, reason: str) -> None:
+        """Whoever is hired next will be lost too; also where nodes, of which each may go, all go."""
+        self._lost_s.append(time.monotonic())
+        num_lost, lasted_s, limit_s = len(self._lost_s), self._lost_s[-1] - self._lost_s[0], config.start_s()
+        if num_lost >= MAX_LOST and lasted_s >= limit_s:
+            raise ServerError(
+                f"{num_lost} workers were lost in {console.human_seconds(lasted_s)} and none became ready, expected one in "
+                f"{console.human_seconds(limit_s)} (EYAS_SGLANG_START_S); the last one: {reason}",
+                "`ray status` shows the nodes, their own logs why they go; finished shards are kept, the same command goes on",
             )
 
     def _accept(self, name: str, finished: FinishedShard) -> FinishedShard:

@@ -3,7 +3,8 @@
     EYAS_RAY_SPOOL/<capture>-<worker>/…    one folder a worker, held by a lock of the kernel's on the folder itself
 
 The lock ends with its process, however that ends: a folder that nobody holds was left by a killed worker, and the next
-worker on that node removes it, whatever capture it is of. Nothing there is ever taken up again.
+worker of that user on that node removes it, whatever capture it is of. Nothing there is ever taken up again. A worker that
+makes its folder holds a lock on ``EYAS_RAY_SPOOL`` itself meanwhile: another user's worker can take that one too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from eyas.errors import DiskError, StoreError
 from eyas.plan.watch import Watch
 
 SPOOL_VARIABLE = "EYAS_RAY_SPOOL"
-GATE = ".eyas-workers.lock"
 FOLDERS = "????????????????-w*-??????"
 COPY_BYTES = 8 << 20
 
@@ -36,7 +36,8 @@ def own_folder(root: Path, name: str) -> Iterator[Path]:
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with open(root / GATE, "a") as gate:
+        gate = os.open(root, os.O_RDONLY | os.O_DIRECTORY)  # no file: one user's is not another's to open
+        try:
             fcntl.flock(gate, fcntl.LOCK_EX)  # nobody looks between the making of a folder and its lock
             for left in root.glob(FOLDERS):
                 _remove_left(left)
@@ -44,10 +45,13 @@ def own_folder(root: Path, name: str) -> Iterator[Path]:
             folder.mkdir()
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(gate)
     except OSError as error:
         raise DiskError(
             f"node {socket.gethostname()}: {SPOOL_VARIABLE}={root} cannot be written to: {error.strerror}",
-            f"name a folder on the node's own disk that its workers may write to, or unset {SPOOL_VARIABLE}",
+            f"name a folder on the node's own disk that its workers may write to (several users share one of mode 1777), or "
+            f"unset {SPOOL_VARIABLE}",
         ) from error
     try:
         yield folder

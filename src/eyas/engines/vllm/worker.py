@@ -37,6 +37,7 @@ class Link:
         self._beat_s = 0.0
         self.folder = ""
         """Where states are left; removed when the parent is gone, for nobody else would."""
+        self._ending = threading.Lock()
         self.inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True, name="requests").start()
 
@@ -55,13 +56,24 @@ class Link:
         while True:
             ready, _, _ = select.select([self._socket], [], [], LOOK_FOR_PARENT_S)
             data = self._receive() if ready else None
-            if data == b"" or os.getppid() != self._parent:
-                if self.folder:
-                    remove_folder(self.folder)
-                end_group()
+            if data == b"" or self._is_alone():
+                self.end()
             *lines, rest = (rest + (data or b"")).split(b"\n")
             for line in lines:
                 self.inbox.put(json.loads(line))
+
+    def end(self) -> None:
+        """End this process and all that it started; states that nobody will read go first. Whichever thread is second waits."""
+        with self._ending:
+            if self.folder and self._is_alone():
+                remove_folder(self.folder)
+            end_group()
+
+    def _is_alone(self) -> bool:
+        """Whether the parent is gone; its socket closes a moment before it has another parent's number."""
+        look = select.poll()
+        look.register(self._socket, 0)
+        return bool(look.poll(0)) or os.getppid() != self._parent
 
     def _receive(self) -> bytes:
         try:
@@ -180,7 +192,7 @@ def main() -> None:
         link.say(fatal=f"{type(error).__name__}: {error}"[:2000])
         raise
     finally:
-        end_group()
+        link.end()
 
 
 if __name__ == "__main__":

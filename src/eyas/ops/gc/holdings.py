@@ -142,7 +142,7 @@ def _local_list(found: Situation, name: str) -> dict[str, str] | None:
 
 def _objects(root: Path, remote: Remote, wanted: set[str]) -> tuple[dict[str, int], dict[str, list[str]]] | None:
     """Size of every object of a remote, and the wanted lists that it has; None when it does not answer."""
-    folder = remote_folder(root, remote)
+    folder = remote_folder(remote)
     if folder is None:
         answer = ask_dvc(root, remote, _LIST, sorted(wanted))
         return None if answer is None else (answer[0], _parsed(answer[1]))

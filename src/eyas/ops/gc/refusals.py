@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from eyas import fs
+from eyas.config import dvc
 from eyas.generations.listing import Situation
 from eyas.generations.snapshot import LOCK, PIPELINE
 from eyas.generations.trees import ADOPTED, RETIRED_HOME, is_imported, is_retired
-from eyas.plan.cache import cache_dir, settings
+from eyas.plan.cache import cache_dir
 from eyas.plan.volume import holding, mounts
 from eyas.shards.handover import HOME, LOCK_NAME
 
@@ -201,7 +202,7 @@ def _shared_cache(root: Path) -> Iterator[Refusal]:
         why = "lies outside this repository"
     elif holding(Path(_real(cache)), found := mounts()) != holding(root.resolve(), found):
         why = "is a mount of its own"  # a bind mount of a cache that others have too looks like any folder
-    elif settings(root, "cache").get("shared"):
+    elif dvc.settings(root, "cache").get("shared"):
         why = "is shared (cache.shared)"
     if why:
         yield Refusal(

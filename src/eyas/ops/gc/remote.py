@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import configparser
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eyas import console, fs
+from eyas.config import dvc
 from eyas.generations.objects import LEGACY
 from eyas.shards.remote import Secrets
 
 TIMEOUT_S = 60
+REMOTE = re.compile(r'remote "(.+)"')
 _ASK = """
 import json, sys
 from dvc.repo import Repo
@@ -32,20 +34,19 @@ class Remote(NamedTuple):
 
     name: str
     url: str
+    base: Path
+    """Of the file that says so: a relative path is relative to it."""
 
 
 def remotes(root: Path) -> list[Remote]:
-    """All remotes that are set for a repository."""
-    found: dict[str, str] = {}
-    for name in ("config", "config.local"):
-        parser = configparser.ConfigParser(interpolation=None)
-        parser.read(root / ".dvc" / name)
-        for section in parser.sections():
-            # DVC writes: ['remote "storage"']
-            title = section.strip("'")
-            if title.startswith('remote "') and parser.has_option(section, "url"):
-                found[title[len('remote "') : -1]] = parser.get(section, "url").strip("\"'")
-    return [Remote(name, url) for name, url in sorted(found.items())]
+    """All remotes that DVC knows in a repository, by its settings and those of user and system."""
+    found: dict[str, Remote] = {}
+    for path in dvc.files(root):
+        for title, values in dvc.sections(path):
+            named = REMOTE.fullmatch(title)
+            if named and "url" in values:
+                found[named[1]] = Remote(named[1], values["url"], path.parent)
+    return [remote for _, remote in sorted(found.items())]
 
 
 def pushed_objects(root: Path, sizes: Mapping[str, int]) -> set[str] | None:
@@ -55,7 +56,7 @@ def pushed_objects(root: Path, sizes: Mapping[str, int]) -> set[str] | None:
     if not known:
         return set()
     for remote in known:
-        folder = remote_folder(root, remote)
+        folder = remote_folder(remote)
         answer = _ask(root, remote, list(sizes)) if folder is None else _in_folder(os.fspath(folder), sizes)
         if answer is not None:
             answers.append(answer)
@@ -66,9 +67,9 @@ def _is_folder(url: str) -> bool:
     return "://" not in url and not url.startswith("remote:")
 
 
-def remote_folder(root: Path, remote: Remote) -> Path | None:
-    """Where a remote lies that is a folder; DVC takes a relative path as relative to the file that says it."""
-    return Path(os.path.normpath(root / ".dvc" / Path(remote.url).expanduser())) if _is_folder(remote.url) else None
+def remote_folder(remote: Remote) -> Path | None:
+    """Where a remote lies that is a folder."""
+    return Path(os.path.normpath(remote.base / Path(remote.url).expanduser())) if _is_folder(remote.url) else None
 
 
 def _in_folder(folder: str, sizes: Mapping[str, int]) -> set[str] | None:

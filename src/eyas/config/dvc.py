@@ -1,0 +1,44 @@
+"""DVC's settings, read without importing DVC, from every place where DVC looks for them."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import platformdirs
+
+QUOTED = re.compile(r"""(["'])(.*)\1\s*(#.*)?""")
+
+
+def files(root: Path) -> tuple[Path, ...]:
+    """Of the system, of the user, of the repository, local ones; later ones win. Not all need be there."""
+    system = os.environ.get("DVC_SYSTEM_CONFIG_DIR") or platformdirs.site_config_dir("dvc", "iterative")
+    user = os.environ.get("DVC_GLOBAL_CONFIG_DIR") or platformdirs.user_config_dir("dvc", "iterative")
+    return Path(system) / "config", Path(user) / "config", root / ".dvc/config", root / ".dvc/config.local"
+
+
+def sections(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Title and values of each section of one file: ``cache``, ``remote "name"``."""
+    parser = configparser.ConfigParser(interpolation=None, strict=False)
+    parser.read(path, encoding="utf-8")
+    for section in parser.sections():
+        # DVC writes: ['remote "storage"'], and reads titles and keys in lower case.
+        yield section.strip("'").lower(), {key: _value(said) for key, said in parser.items(section)}
+
+
+def settings(root: Path, section: str) -> dict[str, str]:
+    """One section, of all files."""
+    found: dict[str, str] = {}
+    for path in files(root):
+        for title, values in sections(path):
+            if title == section:
+                found |= values
+    return found
+
+
+def _value(said: str) -> str:
+    quoted = QUOTED.fullmatch(said)
+    return quoted[2] if quoted else said.partition("#")[0].strip()
