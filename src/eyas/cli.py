@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eyas import commands as run
-from eyas import console
+from eyas import console, heap
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command; a user's mistake ends with exit code 2, a found difference with 1."""
     arguments = _parser().parse_args(argv)
+    heap.keep_freed()
     with console.user_errors():
         sys.exit(arguments.run(arguments))
 

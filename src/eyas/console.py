@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from eyas import heap
 from eyas.errors import EyasError
 
 PLAIN_PROGRESS_EVERY_S = 15.0
@@ -183,5 +184,6 @@ def stop_if_interrupted() -> None:
 
 def run_main(main: Callable[[Sequence[str]], None]) -> None:
     """Run a command's main with ``sys.argv`` under ``user_errors``."""
+    heap.keep_freed()
     with user_errors():
         main(sys.argv[1:])

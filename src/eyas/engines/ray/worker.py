@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eyas import heap
 from eyas.engines.ray.node_disk import SPOOL_VARIABLE, WorkerWatch, copy_shard, own_folder
 
 if TYPE_CHECKING:
@@ -269,6 +270,7 @@ def _settle_in(spec: WorkerSpec) -> None:
 
     for name, value in spec.environment.items():
         os.environ.setdefault(name, value)
+    heap.keep_freed()
     os.environ.pop(THREADS, None)
     if THREADS in spec.environment:
         os.environ[THREADS] = spec.environment[THREADS]

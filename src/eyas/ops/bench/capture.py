@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import resource
 import shutil
 import sys
 import time
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 
-from eyas import config, console, fs
+from eyas import config, console, fs, heap
 from eyas.contracts import CaptureIdentity, EngineFacts, TargetIdentity, TokenSample
 from eyas.conversations.generation import Generated, GenerateRequest
 from eyas.engines.base import CapturedSample
@@ -49,6 +50,8 @@ class Opened:
 
     def __init__(self, engine: SglangEngine) -> None:
         self._engine = engine
+        self.given_s = 0.0
+        """When the loop took the last sample."""
 
     def announce(self, samples: Sequence[TokenSample]) -> None:
         """As the engine does."""
@@ -62,7 +65,9 @@ class Opened:
 
     def capture(self, batch: Sequence[TokenSample]) -> Iterator[CapturedSample]:
         """As the engine does."""
-        return self._engine.capture(batch)
+        for captured in self._engine.capture(batch):
+            self.given_s = time.perf_counter()
+            yield captured
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[Generated]:
         """As the engine does."""
@@ -129,13 +134,15 @@ def store(
     )  # fmt: skip
     lengths = [(name, len(sample.input_ids)) for name, sample in samples.items()]
     plan = build_plan(lengths, identity_of, target.hidden_size)
-    begin_s = time.perf_counter()
+    opened, begin_s = Opened(engine), time.perf_counter()
     result = extract(
-        plan, samples, Opened(engine), ExtractLimits(reserve_bytes=1 << 30, max_failed_samples=0),
+        plan, samples, opened, ExtractLimits(reserve_bytes=1 << 30, max_failed_samples=0),
         out=work / "states", manifest_path=work / "states.json", home=work / ".eyas",
     )  # fmt: skip
+    end_s = time.perf_counter()
     return {
-        "seconds": time.perf_counter() - begin_s,
+        "seconds": end_s - begin_s,
+        "tail_s": end_s - opened.given_s,
         "bytes": float(result.manifest.stored_bytes),
         "payload": plan.payload_bytes,
     }
@@ -272,7 +279,7 @@ def _in_turns(
     listed, share, runs = list(samples.values()), 1.0, list[tuple[str, float]]()
     num_tokens = sum(len(sample.input_ids) for sample in listed)
     for number, mode in enumerate(args.modes.split(",")):
-        process_s, thread_s = time.process_time(), time.thread_time()
+        before, thread_s, more = resource.getrusage(resource.RUSAGE_SELF), time.thread_time(), dict[str, float]()
         if mode == "prefill":
             runs.append((mode, prefill(engine, listed, f"prefill-{number}")))
         elif mode == "capture":
@@ -283,8 +290,11 @@ def _in_turns(
             shutil.rmtree(folder)
             share = stored["bytes"] / stored["payload"]
             runs.append((mode, stored["seconds"]))
-        cpu_s = {"cpu_s": time.process_time() - process_s, "of_the_loop": time.thread_time() - thread_s}
-        _say({mode: num_tokens / runs[-1][1]} | cpu_s)
+            more = {"tail_s": stored["tail_s"]}
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        cost = {"user_s": after.ru_utime - before.ru_utime, "system_s": after.ru_stime - before.ru_stime}
+        cost |= {"of_the_loop_s": time.thread_time() - thread_s, "page_faults": after.ru_minflt - before.ru_minflt}
+        _say({mode: num_tokens / runs[-1][1]} | cost | more)
     return runs, share
 
 
@@ -336,4 +346,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    heap.keep_freed()  # as every stage does
     main()

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from eyas import config, console, fs
+from eyas import config, console, fs, heap
 from eyas.contracts import TokenSample
 from eyas.engines.base import CapturedSample
 from eyas.engines.sglang.engine import SglangEngine
@@ -189,4 +189,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    heap.keep_freed()  # as every stage does
     main()

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from eyas import config, console
+from eyas import config, console, heap
 from eyas.batches.loader import BatchLoader, num_read_threads, order_of
 from eyas.batches.order import BatchOrder, Cursor
 from eyas.config.schema import TrainConfig
@@ -317,4 +317,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    heap.keep_freed()  # as every stage does
     main()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from eyas import fs
+from eyas import fs, heap
 from eyas.config.schema import TrainConfig
 from eyas.contracts import DrafterShape, ShardManifest
 from eyas.drafter.init import draft_head
@@ -92,4 +92,5 @@ def make(job: dict[str, Any]) -> Step:
 
 
 if __name__ == "__main__":
+    heap.keep_freed()  # as every stage does
     serve(make)
