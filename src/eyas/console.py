@@ -119,6 +119,11 @@ class Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
+def printable(text: str) -> str:
+    """Lines in which nothing commands a terminal: errors quote names out of files that others wrote."""
+    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def style(text: str, code: str) -> str:
     """Wrap text in an ANSI style when stderr is a terminal and ``NO_COLOR`` is not set."""
     if os.environ.get("NO_COLOR") or not sys.stderr.isatty():
@@ -153,7 +158,7 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except EyasError as error:
-        log(f"{style('error', '31;1')}: {error}")
+        log(f"{style('error', '31;1')}: {printable(str(error))}")
         raise SystemExit(2) from None
     except OSError as error:
         if error.errno not in FILE_SYSTEM_FAULTS:

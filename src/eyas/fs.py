@@ -15,6 +15,7 @@ import os
 import shlex
 import shutil
 import socket
+import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -122,6 +123,8 @@ def read_json(path: Path) -> Any:
         StoreError: The file is missing, unreadable or no JSON.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - whoever opens a pipe waits for ever
+            raise StoreError(f"{path} is no regular file", f"look at it: `ls -ld {path}`")
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise StoreError(f"{path} is missing", "run `make repro`, or `dvc checkout` if it was made before") from None

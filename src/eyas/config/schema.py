@@ -17,6 +17,8 @@ from eyas.config.images import require_pin
 from eyas.config.training import DrafterConfig, TrainConfig
 
 MISSING: Any = "???"
+LEAST_TEMPERATURE = 0.001
+"""Below it sampling is greedy, and logits over it leave float32."""
 WHEEL_LOCATION = r"[\w.-]+==[\w.]+"
 
 
@@ -149,7 +151,8 @@ class RespondConfig:
         require(self.engine in ENGINES, "respond.engine", self.engine, " or ".join(ENGINES))
         require(self.max_new_tokens >= 1, "respond.max_new_tokens", self.max_new_tokens, "1 or more")
         require(self.num_samples >= 0, "respond.num_samples", self.num_samples, "0 or more")
-        require(self.temperature > 0, "respond.temperature", self.temperature, "more than 0")
+        sampled = self.temperature >= LEAST_TEMPERATURE
+        require(sampled, "respond.temperature", self.temperature, f"{LEAST_TEMPERATURE} or more")
         require(0 < self.top_p <= 1, "respond.top_p", self.top_p, "more than 0, at most 1")
         require(self.batch_size >= 1, "respond.batch_size", self.batch_size, "1 or more")
         require_seed("respond.seed", self.seed)
@@ -266,7 +269,8 @@ class EvaluateConfig:
         require(self.max_new_tokens >= 1, "evaluate.max_new_tokens", self.max_new_tokens, "1 or more")
         require(self.dtype in ("bfloat16", "float32"), "evaluate.dtype", self.dtype, "bfloat16 or float32")
         require(self.batch_size >= 1, "evaluate.batch_size", self.batch_size, "1 or more")
-        require(0 <= self.temperature <= 10, "evaluate.temperature", self.temperature, "0 to 10")
+        warm = self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature <= 10
+        require(warm, "evaluate.temperature", self.temperature, f"0, or {LEAST_TEMPERATURE} to 10")
         wide = 0 <= self.tree_width <= 64
         require(wide, "evaluate.tree_width", self.tree_width, "0 to 64")
         require(2 <= self.tree_tokens <= 256, "evaluate.tree_tokens", self.tree_tokens, "2 to 256")

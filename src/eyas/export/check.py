@@ -72,6 +72,8 @@ def examine(
     if not folder.is_dir():
         return [f"{folder.name}: no folder of this server"], {}
     problems = list(file_problems(folder))
+    if not all((folder / name).is_file() for name in (CONFIG_FILE, WEIGHTS_FILE) if (folder / name).exists()):
+        return problems, {}
     try:
         config = fs.read_json(folder / CONFIG_FILE)
     except StoreError as error:
@@ -89,6 +91,8 @@ def examine(
     sizes = loaders.expected_parameters(server, written_config(server, config, shape, layer_ids, dtype))
     problems += tensor_problems(server, sizes, tensors, dtype)
     if expected is not None:
+        reached = {name for name in tensors if loaders.parameter_of(server, name) in sizes}
+        problems += [f"{name}: not a name of this export" for name in sorted(reached - set(expected))]
         problems += value_problems(tensors, expected)
     return problems, tensors
 
@@ -102,6 +106,8 @@ def file_problems(folder: Path) -> Iterator[str]:
     """What is no file of an export: both servers read every weights file of a folder, its index and its code."""
     for path in sorted(folder.iterdir()):
         if path.name in FILES:
+            if path.exists() and not path.is_file():
+                yield f"{path.name}: no regular file; whoever opens a pipe or a device waits for ever"
             continue
         if path.suffix in WEIGHT_SUFFIXES:
             yield f"{path.name}: a second file of weights, the server may load it over the first"
@@ -116,7 +122,7 @@ def config_problems(
     if server == "vllm" and "speculators_config" not in config:
         yield "speculators_config: missing, the server would take the folder for a plain model"
     found_ids = loaders.written_layer_ids(server, config)
-    if found_ids != list(layer_ids):
+    if not _same(found_ids, list(layer_ids)):
         used = f"{found_ids}" if found_ids else "its own default [2, n//2, n-3]"
         yield f"layer ids: the engine would use {used}, expected {list(layer_ids)}"
     for key, text in _differences(config, written_config(server, config, shape, layer_ids, dtype), ""):
@@ -135,8 +141,13 @@ def written_config(
         return sglang_config(shape, layer_ids, dtype)
     written = vllm_config(shape, layer_ids, dtype, "", "")
     verifier = (found.get("speculators_config") or {}).get("verifier")
-    if isinstance(verifier, Mapping) and set(verifier) == set(written["speculators_config"]["verifier"]):
-        written["speculators_config"]["verifier"] = verifier
+    if isinstance(verifier, Mapping):
+        names, name, ours = verifier.get("architectures"), verifier.get("name_or_path"), {}
+        if isinstance(names, list) and all(isinstance(each, str) for each in names):
+            ours["architectures"] = names
+        if name is None or isinstance(name, str):
+            ours["name_or_path"] = name
+        written["speculators_config"]["verifier"] |= ours
     return written
 
 
@@ -225,8 +236,17 @@ def _differences(found: Mapping[str, Any], expected: Mapping[str, Any], where: s
             yield name, f"{theirs!r}, expected no such key: the server may build another model by it"
         elif isinstance(ours, Mapping) and isinstance(theirs, Mapping) and key not in WHOLE:
             yield from _differences(theirs, ours, name)
-        elif ours != theirs or key not in found:
+        elif not _same(theirs, ours) or key not in found:
             yield name, f"{theirs!r}, expected {ours!r} as trained"
+
+
+def _same(theirs: Any, ours: Any) -> bool:
+    """Equal, and of a kind that a server takes for it: 1.0 is no size and 0 is not false, while 10000 is 10000.0."""
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        return set(ours) == set(theirs) and all(_same(theirs[key], value) for key, value in ours.items())
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return len(ours) == len(theirs) and all(map(_same, theirs, ours))
+    return theirs == ours and (type(theirs) is type(ours) or (type(ours) is float and type(theirs) is int))
 
 
 def _strings(value: Any, where: str) -> Iterator[tuple[str, str]]:

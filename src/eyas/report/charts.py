@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from eyas.report.figures import LARGEST
+
 WIDTH, HEIGHT = 400, 240
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 40
 MAX_POINTS = 200
@@ -175,7 +177,7 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """About ``count`` round numbers that enclose ``low`` to ``high``."""
     if high <= low:
         high = low + (abs(low) or 1.0)
-    raw = (high - low) / count
+    raw = max((high - low) / count, 1 / LARGEST)
     scale = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * scale for factor in (1, 2, 2.5, 5, 10) if factor * scale >= raw * 0.999)
     first, last = math.floor(low / step), math.ceil(high / step)
@@ -183,7 +185,7 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    finite = [point for point in points if all(map(math.isfinite, point))]
+    finite = [point for point in points if all(abs(value) <= LARGEST for value in point)]
     stride = max(1, math.ceil(len(finite) / MAX_POINTS))
     kept = finite[::stride]
     return kept if not finite or kept[-1] == finite[-1] else [*kept, finite[-1]]

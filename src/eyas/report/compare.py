@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas import console, fs
+from eyas.errors import StoreError
 from eyas.report import revision as revisions
 from eyas.report.charts import line_chart
 from eyas.report.html import Markup, badge, code, details, note, nothing, section, short_hash, subtitle, table, text
@@ -53,8 +54,12 @@ def compare(root: Path, name: str) -> Comparison:
     revision = revisions.find(root, name)
     here = gather(root)
     with tempfile.TemporaryDirectory(prefix="eyas-") as scratch:
-        missing = revisions.lay_out(root, revision, Path(scratch))
-        there = gather(Path(scratch))
+        try:
+            missing = revisions.lay_out(root, revision, Path(scratch))
+            there = gather(Path(scratch))
+        except StoreError as error:
+            told = error.message.replace(f"{scratch}/", "")
+            raise StoreError(f"{revision.label}: {told}", "name another revision: `git log --oneline`") from None
     found = Comparison(here=here, there=there, revision=revision, missing=missing)
     fs.write_text(root / PAGE, render(found))
     return found

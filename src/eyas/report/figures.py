@@ -6,12 +6,15 @@ shown must not stop the page.
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from eyas.canonical import to_plain
+
+LARGEST = 1e100
+"""Nothing that is measured is more; a percentage of the largest float would not be finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class Figures:
     @classmethod
     def of(cls, value: Any) -> Figures:
         """A mapping or a record; of anything else none."""
-        plain = to_plain(value)
+        plain = to_plain(value) if dataclasses.is_dataclass(value) else value
         return cls(plain if isinstance(plain, dict) else {})
 
     def number(self, name: str) -> float | None:
@@ -62,7 +65,7 @@ class Figures:
 
 
 def _number(value: Any) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
     return value if is_number else None
 
 
@@ -74,11 +77,12 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     elif not isinstance(value, list):
         yield name, value
     elif not any(isinstance(entry, (dict, list)) for entry in value):
-        yield name, ", ".join(_leaf(entry) for entry in value)
+        yield name, ", ".join(leaf(entry) or "none" for entry in value)
 
 
-def _leaf(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def leaf(value: Any, form: str = ".4g") -> str | None:
+    """A plain value of a JSON file as it is shown; None where it was not measured."""
+    return f"{value:{form}}" if isinstance(value, float) else None if value is None else str(value)
 
 
 def other_sets(acceptance: Figures) -> dict[str, float]:

@@ -5,6 +5,8 @@ Only what is deterministic is here: DVC hashes the file, and a time would make e
 
 from __future__ import annotations
 
+import math
+
 from eyas.report.figures import other_sets
 from eyas.report.sources import Sources
 
@@ -31,4 +33,4 @@ def headline(sources: Sources) -> dict[str, float | bool]:
         found |= {"samples": sources.tokens.num_samples, "tokens": sources.tokens.num_tokens}
     if sources.manifest is not None:
         found["stored_gb"] = round(sources.manifest.stored_bytes / 1e9, 3)
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}

@@ -55,7 +55,7 @@ def document(title: str, contents: Iterable[tuple[str, str]], body: Iterable[str
     """
     style = resources.files("eyas.report").joinpath("style.css").read_text()
     links = "".join(f'<li><a href="#{key}">{text(label)}</a></li>' for key, label in contents)
-    return (
+    page = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
@@ -65,3 +65,4 @@ def document(title: str, contents: Iterable[tuple[str, str]], body: Iterable[str
         + "\n".join(part for part in body if part)
         + "\n</main>\n</body>\n</html>\n"
     )
+    return page.encode("utf-8", "replace").decode()  # a JSON file can hold half a character

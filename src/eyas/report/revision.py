@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eyas.errors import StoreError
-from eyas.plan.cache import cache_object, read_yaml
+from eyas.plan.cache import cache_object, hashes, read_yaml
 
 RECORDS = (
     "params.yaml",
@@ -110,8 +110,7 @@ def _locked(root: Path, folder: Path) -> Iterator[tuple[str, Path | None]]:
     """Record and object of what ``dvc.lock`` names; no object where a folder's list is not in the cache."""
     stages = read_yaml(folder / "dvc.lock").get("stages")
     for stage in stages.values() if isinstance(stages, dict) else ():
-        for out in stage.get("outs", ()):
-            path, md5 = str(out.get("path", "")), str(out.get("md5", ""))
+        for path, md5 in hashes(stage if isinstance(stage, dict) else {}, "outs").items():
             if _is_record(path):
                 yield path, cache_object(root, md5)
             elif any(record.startswith(f"{path}/") for record in RECORDS):
@@ -121,13 +120,13 @@ def _locked(root: Path, folder: Path) -> Iterator[tuple[str, Path | None]]:
 def _inside(root: Path, path: str, md5: str) -> Iterator[tuple[str, Path | None]]:
     try:
         entries = json.loads(cache_object(root, md5).read_bytes())
-    except (OSError, ValueError):
+        named = [(f"{path}/{entry['relpath']}", str(entry["md5"])) for entry in entries]
+    except (OSError, ValueError, TypeError, KeyError):
         yield path, None
         return
-    for entry in entries:
-        name = f"{path}/{entry['relpath']}"
+    for name, inner in named:
         if _is_record(name) and ".." not in Path(name).parts:
-            yield name, cache_object(root, entry["md5"])
+            yield name, cache_object(root, inner)
 
 
 def _git(root: Path, *words: str) -> bytes:

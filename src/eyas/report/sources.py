@@ -218,7 +218,7 @@ def _outputs(path: Path) -> tuple[Output, ...]:
     try:
         stages = (yaml.safe_load(path.read_text()) or {}).get("stages", {})
         return tuple(
-            Output(out["path"], stage, out.get("size", 0), out.get("nfiles", 1), out.get("md5", ""))
+            Output(str(out["path"]), stage, int(out.get("size", 0)), int(out.get("nfiles", 1)), str(out.get("md5", "")))
             for stage in STAGES
             if stage in stages and stage != PAGE_STAGE
             for out in stages[stage].get("outs", ())

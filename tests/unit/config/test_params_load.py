@@ -50,6 +50,18 @@ CASES = {
     "out of range": ("\n  lr: 0.002\n", "\n  lr: -1\n", "train.lr: -1.0, expected more than 0", ""),
     "negative decay": ("  weight_decay: 0.0", "  weight_decay: -1", "train.weight_decay: -1.0, expected 0 or more", ""),
     "negative warm-up": ("  warmup_steps: 20", "  warmup_steps: -3", "train.warmup_steps: -3, expected 0 or more", ""),
+    "sampling by no number": (
+        "  temperature: 1.0",
+        "  temperature: 1.0e-39",
+        "evaluate.temperature: 1e-39, expected 0, or 0.001 to 10",
+        "",
+    ),
+    "responses by no number": (
+        "  temperature: 0.7",
+        "  temperature: 1.0e-39",
+        "respond.temperature: 1e-39, expected 0.001 or more",
+        "",
+    ),
     "unknown loss": ("  loss: kl", "  loss: mse", "train.loss: 'mse', expected kl, ce or lk", ""),
     "negative top_k": ("  top_k: 0", "  top_k: -1", "train.top_k: -1, expected 0 or more", ""),
     "top_k without a distribution": (

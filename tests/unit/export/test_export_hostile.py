@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import multiprocessing
 import os
 import shutil
 from collections.abc import Callable
@@ -10,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from test_export_write import SHAPE, make_drafter, make_meta, make_target, run
 
 from eyas import fs
-from eyas.errors import ExportError
+from eyas.errors import ExportError, StoreError
 from eyas.export.verify import verify_export
 
 
@@ -25,6 +28,14 @@ def folder(tmp_path: Path) -> Path:
 
 def verify(folder: Path) -> None:
     verify_export(folder, make_drafter(SHAPE), make_meta(SHAPE), make_target())
+
+
+def seal(folder: Path) -> None:
+    """Let the record name the files as they are."""
+    record = fs.read_json(folder / "export.json")
+    files = [file for file in fs.tree_digests(folder) if file.path != "export.json"]
+    record["files"] = [dataclasses.asdict(file) for file in files]
+    fs.write_text(folder / "export.json", json.dumps(record))
 
 
 @pytest.mark.parametrize(
@@ -78,12 +89,7 @@ def test_whatever_lies_beside_the_three_files_is_named(folder: Path, add: Callab
 
 def test_a_record_may_not_name_more_files_of_a_server(folder: Path) -> None:
     fs.write_text(folder / "sglang" / "modeling.py", "raise SystemExit")
-    record = fs.read_json(folder / "export.json")
-    files = [fs.file_digest(path, folder) for path in sorted(folder.rglob("*")) if path.is_file()]
-    record["files"] = [
-        {"path": f.path, "size_bytes": f.size_bytes, "sha256": f.sha256} for f in files if f.path != "export.json"
-    ]
-    fs.write_text(folder / "export.json", json.dumps(record))
+    seal(folder)
     with pytest.raises(ExportError, match=r"modeling\.py: no file of an export"):
         verify(folder)
 
@@ -95,3 +101,83 @@ def test_a_server_without_a_folder_is_named(folder: Path, instead: str | None) -
         (folder / "vllm").write_text(instead)
     with pytest.raises(ExportError, match="vllm: no folder of this server"):
         verify(folder)
+
+
+@pytest.mark.parametrize(
+    ("server", "key", "value"),
+    [
+        ("sglang", "hidden_size", 16.0),
+        ("sglang", "num_hidden_layers", True),
+        ("sglang", "tie_word_embeddings", 0),
+        ("sglang", "draft_vocab_size", 31.0),
+        ("sglang", "eagle_config.eagle_aux_hidden_state_layer_ids", [True, 5, 8]),
+        ("vllm", "transformer_layer_config.vocab_size", 97.0),
+        ("vllm", "eagle_aux_hidden_state_layer_ids", [2.0, 6, 9]),
+        ("vllm", "speculators_config.verifier.name_or_path", 3),
+        ("vllm", "speculators_config.verifier.architectures", "Llama"),
+    ],
+)
+def test_values_that_only_python_calls_equal_are_refused(folder: Path, server: str, key: str, value: Any) -> None:
+    """1.0 == 1 == True here; a server builds a tensor by it, or refuses the folder. The record was made to fit."""
+    path = folder / server / "config.json"
+    whole = place = fs.read_json(path)
+    *parents, last = key.split(".")
+    for parent in parents:
+        place = place[parent]
+    place[last] = value
+    fs.write_text(path, json.dumps(whole))
+    seal(folder)
+    said = "layer ids" if last.endswith("layer_ids") else key
+    with pytest.raises(ExportError, match=f"- {server}: {said}"):
+        verify(folder)
+
+
+def test_a_number_written_without_its_point_is_the_same(folder: Path) -> None:
+    path = folder / "sglang" / "config.json"
+    fs.write_text(path, path.read_text().replace("10000.0", "10000"))
+    seal(folder)
+    verify(folder)
+
+
+@pytest.mark.parametrize("server", ["sglang", "vllm"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "README.md"])
+def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(folder: Path, server: str, name: str) -> None:
+    """In a process of its own: whoever opens the pipe waits where no signal of Python's comes through."""
+    (folder / server / name).unlink()
+    os.mkfifo(folder / server / name)
+    child = multiprocessing.get_context("fork").Process(target=_verify_and_tell, args=(folder,))
+    child.start()
+    child.join(60)
+    was_alive = child.is_alive()
+    child.kill()
+    assert not was_alive
+    assert f"- {server}: {name}: no regular file" in (folder / "said").read_text()
+
+
+def _verify_and_tell(folder: Path) -> None:
+    try:
+        verify(folder)
+    except ExportError as error:
+        (folder / "said").write_text(str(error))
+
+
+def test_a_record_that_is_a_pipe_is_named(folder: Path) -> None:
+    (folder / "export.json").unlink()
+    os.mkfifo(folder / "export.json")
+    with pytest.raises(StoreError, match=r"export\.json is no regular file"):
+        verify(folder)
+
+
+@pytest.mark.parametrize(("server", "name"), [("sglang", "layers.0.mlp.up_proj.weight"), ("vllm", "model.d2t")])
+def test_a_second_tensor_for_a_parameter_is_listed_with_all_faults(folder: Path, server: str, name: str) -> None:
+    """Which of two names a server loads last is its own affair."""
+    path = folder / server / "model.safetensors"
+    named = load_file(path)
+    again = {"layers.0.mlp.up_proj.weight": "midlayer.mlp.up_proj.weight", "model.d2t": "d2t"}[name]
+    save_file(named | {name: named[again].clone()}, path)
+    other = "vllm" if server == "sglang" else "sglang"
+    (folder / other / "config.json").write_text("{}")
+    with pytest.raises(ExportError) as error:
+        verify(folder)
+    assert f"- {server}: {name}: not a name of this export" in str(error.value)
+    assert f"- {other}: " in str(error.value)

@@ -8,10 +8,18 @@ import sys
 import pytest
 
 from eyas import console
+from eyas.errors import EyasError
 
 
 def test_a_cell_of_several_lines_takes_one():
     assert console.table([("a\nb\x85c\u2028d", 1), ("e", 22)]) == "a b c d   1\ne        22"
+
+
+def test_an_error_that_quotes_a_file_commands_no_terminal(capsys):
+    """A tensor, key or path of somebody else's may be named anything."""
+    with pytest.raises(SystemExit), console.user_errors():
+        raise EyasError("fc\x1b[31m\r\x9b.weight: é missing\n- next", "`ls`")
+    assert capsys.readouterr().err == "error: fc\\x1b[31m\\r\\x9b.weight: é missing\n- next\n\nhint: `ls`\n"
 
 
 def test_a_reader_that_stops_reading_ends_a_command_quietly():

@@ -76,14 +76,19 @@ def common_mount(root: Path) -> Path:
 
 
 def _cache(root: Path) -> Path:
-    """DVC's cache, as git's own reader of such files finds it in the repository's settings."""
+    """DVC's cache; a relative place is relative to the file that sets it."""
+    return (root / ".dvc" / os.path.expanduser(_written_cache(root))).resolve()  # noqa: PTH111 - as DVC reads it
+
+
+def _written_cache(root: Path) -> str:
+    """The cache's place, as git's own reader of such files finds it in the repository's settings."""
     for name in (".dvc/config.local", ".dvc/config"):
         done = subprocess.run(
             ["git", "config", "--file", str(root / name), "cache.dir"], capture_output=True, text=True, check=False
         )
         if done.returncode == 0:
-            return (root / ".dvc" / done.stdout.strip()).resolve()
-    return root / ".dvc/cache"
+            return done.stdout.strip()
+    return "cache"
 
 
 def wants_gpu(root: Path) -> bool:
@@ -109,6 +114,10 @@ def preflight(root: Path, builder: Builder) -> list[str]:
 
 def _one_mount(root: Path) -> str:
     mount = common_mount(root)
+    if _written_cache(root).startswith("~"):
+        return (
+            f"DVC's cache is set below ~, which is another folder in a container: dvc cache dir --local {_cache(root)}"
+        )
     if mount in TOO_WIDE:
         return (
             f"{root} and DVC's cache {_cache(root)} share no folder below {mount}, and two mounts know no hard links: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from eyas.report.charts import interval, line_chart, split_bar
-from eyas.report.figures import Figures, flat
+from eyas.report.figures import Figures, flat, leaf
 from eyas.report.html import Markup, details, note, paragraph, section, subtitle, table
 from eyas.report.parts.words import count, number, share, span
 from eyas.report.parts.worst import worst
@@ -124,7 +124,7 @@ def _parts(counts: tuple[float, ...]) -> list[tuple[str, float, str]]:
 
 
 def _by_key(values: dict[str, float | None]) -> list[tuple[float, float]]:
-    return sorted((float(key), value) for key, value in values.items() if key.isdigit() and value is not None)
+    return sorted((float(key), value) for key, value in values.items() if key.isdecimal() and value is not None)
 
 
 def _sampled(found: Figures) -> Iterator[str]:
@@ -286,11 +286,11 @@ def _equal(batch: Figures) -> tuple[str | None, ...]:
     equality, differing = batch.group("equality"), batch.group("differing")
     same, of = (count(equality.number(name)) for name in ("num_identical", "num_answers"))
     looked_at = (count(differing.number(name)) for name in ("num_ties", "num_faults"))
-    return (None if same is None else f"{same} of {of}", *looked_at)
+    return (same if of is None or same is None else f"{same} of {of}", *looked_at)
 
 
 def _everything(found: Figures) -> str:
     left_out = ("worst", "schema_version")
     values = {name: value for name, value in found.values.items() if name not in left_out}
-    rows = [(name, f"{value:.6g}" if isinstance(value, float) else str(value)) for name, value in flat(values)]
+    rows = [(name, leaf(value, ".6g")) for name, value in flat(values)]
     return table("Every figure of acceptance", ("name", "value"), rows)

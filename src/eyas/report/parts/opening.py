@@ -65,7 +65,8 @@ def _company(acceptance: Figures) -> str:
     untrained, tau = acceptance.number("tau_untrained"), acceptance.number("tau") or 0.0
     gain = f"training gave {tau / untrained:.2f} times as much" if untrained else ""
     sets = [(f"tau, {name}", number(tau), "another prompt set") for name, tau in other_sets(acceptance).items()]
-    length = f"drafts of up to {count(acceptance.number('chain_length'))} tokens"
+    chain = count(acceptance.number("chain_length"))
+    length = f"drafts of up to {chain} tokens" if chain else ""
     return tiles(
         (
             ("tau without loops", number(acceptance.number("tau_loop_free")), "documents that repeat less than 5 %"),
