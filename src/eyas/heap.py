@@ -2,7 +2,7 @@
 
 By default the C library takes every large block from the kernel and returns it when it is freed, so that each tensor of a
 loop costs a fault a page: of the processor time of a capture through transformers on a CPU an eighth to a quarter, of the
-way from shared memory to shards an eighth (docs/performance.md).
+way from shared memory to shards a seventh (docs/log.md).
 """
 
 from __future__ import annotations
