@@ -1,8 +1,7 @@
 """The heap of a process that moves tensors: what one of them gave back is taken for the next.
 
 By default the C library takes every large block from the kernel and returns it when it is freed, so that each tensor of a
-loop costs a fault a page: of the processor time of a capture through transformers on a CPU an eighth to a quarter, of the
-way from shared memory to shards a seventh (docs/log.md).
+loop costs a fault a page: a seventh of the processor time of a capture through transformers on a CPU (docs/log.md).
 """
 
 from __future__ import annotations

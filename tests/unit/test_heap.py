@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-NUM_ROUNDS, BLOCK_MIB = 40, 48
+NUM_ROUNDS, BLOCK_MIB = 200, 48
 WORK = f"""
 import resource, sys, torch
 def main(_):
@@ -25,5 +25,6 @@ def faults(begin: str) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
-def test_a_stage_s_process_touches_new_pages_once():
-    assert faults("from eyas import console\nconsole.run_main(main)") < 0.3 * PAGES
+def test_a_stage_s_process_touches_new_pages_a_few_times():
+    """Up to nine places of a block, whatever the rounds: those that it freed before lie side by side and are one again."""
+    assert faults("from eyas import console\nconsole.run_main(main)") < 0.1 * PAGES

@@ -107,9 +107,8 @@ def _to_params(composed: Any) -> Params:
     if not isinstance(params, Params):
         raise ConfigError("params.yaml: its sections are moved by an `@package` line", "remove that line")
     params.check()
-    resolve_boundaries(
-        params.extract, params.target.shape.num_layers
-    )  # before the target is there, let alone its answers
+    # Here and not where the target is known first: that is after its answers are written.
+    resolve_boundaries(params.extract, params.target.shape.num_layers)
     return params
 
 
