@@ -10,6 +10,8 @@ from pathlib import Path
 
 import platformdirs
 
+from eyas.errors import ConfigError
+
 QUOTED = re.compile(r"""(["'])(.*)\1\s*(#.*)?""")
 
 
@@ -21,9 +23,21 @@ def files(root: Path) -> tuple[Path, ...]:
 
 
 def sections(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Title and values of each section of one file: ``cache``, ``remote "name"``."""
+    """Title and values of each section of one file: ``cache``, ``remote "name"``.
+
+    Raises:
+        ConfigError: It cannot be read as settings. What stands there is not quoted: it may be a secret.
+    """
     parser = configparser.ConfigParser(interpolation=None, strict=False)
-    parser.read(path, encoding="utf-8")
+    try:
+        parser.read_string(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    except (configparser.Error, UnicodeDecodeError) as error:
+        line = f", line {error.lineno}" if isinstance(error, configparser.MissingSectionHeaderError) else ""
+        raise ConfigError(
+            f"{path}{line}: no settings of DVC's", "mend that file; `dvc config --list` reads it"
+        ) from None
     for section in parser.sections():
         # DVC writes: ['remote "storage"'], and reads titles and keys in lower case.
         yield section.strip("'").lower(), {key: _value(said) for key, said in parser.items(section)}
