@@ -26,7 +26,7 @@ def sections(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """Title and values of each section of one file: ``cache``, ``remote "name"``.
 
     Raises:
-        ConfigError: It cannot be read as settings. What stands there is not quoted: it may be a secret.
+        ConfigError: It cannot be read, or not as settings. What stands there is not quoted: it may be a secret.
     """
     parser = configparser.ConfigParser(interpolation=None, strict=False)
     try:
@@ -37,6 +37,10 @@ def sections(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
         line = f", line {error.lineno}" if isinstance(error, configparser.MissingSectionHeaderError) else ""
         raise ConfigError(
             f"{path}{line}: no settings of DVC's", "mend that file; `dvc config --list` reads it"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: settings of DVC's that cannot be read: {error.strerror}", "DVC needs them too: let this user read it"
         ) from None
     for section in parser.sections():
         # DVC writes: ['remote "storage"'], and reads titles and keys in lower case.

@@ -43,3 +43,10 @@ def test_a_file_that_holds_no_settings_is_named(root, data):
     with pytest.raises(ConfigError, match=r"config\.local.*: no settings of DVC's") as caught:
         dvc.settings(root, "cache")
     assert "s3cret" not in str(caught.value)
+
+
+def test_a_file_that_this_user_may_not_read_is_named(root):
+    """As DVC, which ends there too; a folder in the file's place stands for it, for root may read any file."""
+    (root / ".dvc/config").mkdir()
+    with pytest.raises(ConfigError, match=r"/\.dvc/config: settings of DVC's that cannot be read: Is a directory"):
+        dvc.settings(root, "cache")
