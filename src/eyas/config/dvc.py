@@ -40,7 +40,8 @@ def sections(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
         ) from None
     except OSError as error:
         raise ConfigError(
-            f"{path}: settings of DVC's that cannot be read: {error.strerror}", "DVC needs them too: let this user read it"
+            f"{path}: settings of DVC's that cannot be read: {error.strerror}",
+            "DVC needs them too: let this user read it",
         ) from None
     for section in parser.sections():
         # DVC writes: ['remote "storage"'], and reads titles and keys in lower case.
