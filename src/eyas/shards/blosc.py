@@ -38,17 +38,18 @@ class Blosc2Codec:
 
     def encode(self, rows_RD: torch.Tensor, stream: int) -> memoryview:
         """One chunk; at most 32 bytes longer than the rows."""
-        data = tensor_bytes(rows_RD)
-        if len(data) <= SMALL_BYTES:
-            return memoryview(_blosc2().compress2(data, **_settings(len(data))))
-        items = np.frombuffer(data, dtype="<u2")
-        low, high = _coded(items.astype(np.uint8)), _coded((items >> 8).astype(np.uint8))
+        num_bytes = rows_RD.nbytes
+        if num_bytes <= SMALL_BYTES:
+            return memoryview(_blosc2().compress2(_whole(rows_RD), **_settings(num_bytes)))
+        # numpy, not torch: in threads of ours a copy by torch would start as many more as there are cores
+        items_RD = rows_RD.view(torch.int16).numpy().view("<u2")
+        low, high = _coded(_half(items_RD)), _coded(_half(items_RD >> 8))
         size = HEADER_BYTES + 3 * INT32.size + len(low) + len(high)
-        if size > len(data) + HEADER_BYTES:
-            return memoryview(_blosc2().compress2(data, **_settings(len(data)) | {"clevel": 0}))
+        if size > num_bytes + HEADER_BYTES:
+            return memoryview(_blosc2().compress2(_whole(rows_RD), **_settings(num_bytes) | {"clevel": 0}))
         before, after = _header()
         block_at = INT32.pack(HEADER_BYTES + INT32.size)
-        head = before + SIZES.pack(len(data), len(data), size) + after + block_at
+        head = before + SIZES.pack(num_bytes, num_bytes, size) + after + block_at
         return memoryview(b"".join((head, INT32.pack(len(low)), low, INT32.pack(len(high)), high)))
 
     def decode(self, data: memoryview, rows_RD: torch.Tensor, stream: int) -> int:
@@ -69,6 +70,16 @@ class Blosc2Codec:
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """A contiguous CPU tensor's bytes as they lie in memory, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _whole(rows_RD: torch.Tensor) -> memoryview:
+    """The rows' bytes, one row after another."""
+    return tensor_bytes(rows_RD.contiguous())
+
+
+def _half(items_RD: np.ndarray[Any, np.dtype[np.uint16]]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The low bytes, one row after another."""
+    return items_RD.astype(np.uint8, order="C").reshape(-1)
 
 
 def _coded(half: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes | memoryview:

@@ -28,7 +28,7 @@ class Codec(Protocol):
     name: str
 
     def encode(self, rows_RD: torch.Tensor, stream: int) -> memoryview:
-        """Bytes of contiguous bf16 rows, in memory of their own."""
+        """Bytes of bf16 rows of any strides, in memory of their own."""
         ...
 
     def decode(self, data: memoryview, rows_RD: torch.Tensor, stream: int) -> int:
@@ -96,7 +96,7 @@ class RawCodec:
     def encode(self, rows_RD: torch.Tensor, stream: int) -> memoryview:
         """The rows' bytes; copied when they are a view of something larger."""
         is_whole = rows_RD.untyped_storage().nbytes() == rows_RD.nbytes
-        return tensor_bytes(rows_RD if is_whole else rows_RD.clone())
+        return tensor_bytes(rows_RD if is_whole else rows_RD.clone(memory_format=torch.contiguous_format))
 
     def decode(self, data: memoryview, rows_RD: torch.Tensor, stream: int) -> int:
         """Copy the rows out."""

@@ -81,7 +81,7 @@ class Encoder:
         with self._room:
             self._room.wait_for(lambda: not self._waiting_bytes or self._waiting_bytes + num_bytes <= WAITING_BYTES)
             self._waiting_bytes += num_bytes
-        future = self._pool.submit(lambda: [self.codec.encode(rows.contiguous(), stream) for rows, stream in group])
+        future = self._pool.submit(lambda: [self.codec.encode(rows, stream) for rows, stream in group])
         future.add_done_callback(lambda _: self._release(num_bytes))
         return future
 

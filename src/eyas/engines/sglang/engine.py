@@ -81,6 +81,7 @@ class SglangEngine:
         self.keeper = Keeper(self._wanted, on_wait)
         self._flight = Flight(self._wanted.layout)
         self._takers: ThreadPoolExecutor | None = None
+        self._torch_threads = torch.get_num_threads()
 
     def announce(self, samples: Sequence[TokenSample]) -> None:
         """What will be asked for, in this order: sizes the arena, and is sent ahead."""
@@ -101,6 +102,8 @@ class SglangEngine:
         """
         context = self._wanted.target.max_position_embeddings
         preflight.check_longest(self.keeper.longest, {}, context)
+        self._torch_threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # the server computes; a copy in a thread of ours would start one more for every core
         self.keeper.open()
         self._attach()
 
@@ -119,6 +122,7 @@ class SglangEngine:
         if self._takers is not None:
             self._takers.shutdown()
             self._takers = None
+        torch.set_num_threads(self._torch_threads)
         self.keeper.close()
 
     def capture(self, batch: Sequence[TokenSample]) -> Iterator[CapturedSample]:
