@@ -64,6 +64,27 @@ def test_a_variable_that_nothing_reads_is_refused(make, tmp_path, word):
     assert not (tmp_path / "diary").exists()
 
 
+@pytest.mark.parametrize("goal", ["status", "repro", "extract"])
+def test_a_preset_is_refused_where_nothing_composes_it(make, tmp_path, goal):
+    """`make repro TARGET=qwen3_8b` ran with the target of params.yaml."""
+    done = make(goal, "TARGET=nonsense", "MACHINE=h200")
+    assert done.returncode == 2
+    hint = f"`make params TARGET=nonsense MACHINE=h200` first, then `make {goal}`"
+    assert f"TARGET MACHINE: read by `make params` alone, expected {hint}" in done.stderr
+    assert not (tmp_path / "diary").exists()
+
+
+def test_a_preset_is_composed_before_other_goals_and_goes_into_the_container_with_params_alone(make):
+    done = make("-n", "params", "status", "TARGET=qwen3_8b")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0].split() == ["eyas", "params", "TARGET=qwen3_8b"]
+    lines = make("-n", "params", "status", "TARGET=qwen3_8b", "IN_CONTAINER=1", "EYAS_WATCHDOG_S=9").stdout.splitlines()
+    assert [line.partition(" -- ")[2].split() for line in lines] == [
+        ["make", "params", "EYAS_WATCHDOG_S=9", "TARGET=qwen3_8b"],
+        ["make", "status", "EYAS_WATCHDOG_S=9"],
+    ]
+
+
 def test_variables_of_the_programs_behind_it_pass(make):
     done = make("status", "EYAS_WATCHDOG_S=9", "OMP_NUM_THREADS=1", "ARGS=-k 'a=b FOO=c'")
     assert done.returncode == 0, done.stderr
