@@ -101,7 +101,9 @@ def project(tmp_path_factory):
         shutil.copy(ROOT / name, root)
     (root / "dvc.yaml").write_text(STAGE % ("fetch", "models"))
     (root / "imports/other").mkdir(parents=True)
-    (root / "imports/other/dvc.yaml").write_text(STAGE.replace("{cmd", "{wdir: ../.., cmd") % ("import", "imports/other/x"))
+    (root / "imports/other/dvc.yaml").write_text(
+        STAGE.replace("{cmd", "{wdir: ../.., cmd") % ("import", "imports/other/x")
+    )
     (root / "adopted").mkdir()
     (root / "adopted/old.dvc").write_text("outs: [{md5: 764efa883dda1e11db47671c4a3bbd9e, hash: md5, path: old}]\n")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
