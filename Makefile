@@ -154,7 +154,7 @@ $(GUARDED):
 	$(if $(and $(filter report,$@),$(value AGAINST)),@eyas compare $(JSON_FLAG) -- $(call quoted,AGAINST))
 $(filter-out $(GUARDED),$(PIPELINE)):
 	$(STATE_HERE)
-	dvc repro $@
+	eyas guard dvc repro $@
 
 ##@ Look
 status: $(READY) ## Which stages are out of date, and why
