@@ -182,7 +182,7 @@ def _dvc(root: Path, verb: str, name: str, outs: Iterable[str], num_objects: int
             time.sleep(WAIT_S * attempt)
     raise StoreError(
         f"dvc {verb} failed {ATTEMPTS} times: {said}",
-        f"`eyas {verb}` goes on from here: what arrived is not sent again",
+        f"`make {verb}` goes on from here: what arrived is not sent again",
     )
 
 
