@@ -61,7 +61,7 @@ def _must_be_there(root: Path, path: str) -> bool:
     """Whether stage ``ingest`` reads a path that neither a ``.dvc`` file nor another stage brings."""
     stages = read_yaml(root / "dvc.yaml").get("stages") or {}
     outs = {
-        out if isinstance(out, str) else next(iter(out)) for stage in stages.values() for out in stage.get("outs", ())
+        out if isinstance(out, str) else next(iter(out)) for stage in stages.values() for out in stage.get("outs") or ()
     }
     above = (Path(path), *Path(path).parents)
     return "ingest" in stages and not any((root / f"{p}.dvc").is_file() or p.as_posix() in outs for p in above)
