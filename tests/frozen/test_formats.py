@@ -112,6 +112,7 @@ def test_every_environment_variable_is_on_the_map() -> None:
     known = {
         "PATH",
         "PYTHONPATH",
+        "MAKELEVEL",
         "EYAS_PEER_",
         "CUDA_VISIBLE_DEVICES",
         "TOKENIZERS_PARALLELISM",
