@@ -63,6 +63,8 @@ PIPELINE := fetch ingest respond tokenize plan extract train evaluate export rep
 GUARDED := extract train evaluate export report
 # States that a remote has and this workspace has not: `make train` reads them from there; docs/remotes.md.
 FAR = $(and $(value EYAS_SHARD_CACHE_BYTES),$(if $(wildcard data/hidden_states),,far))
+# Sets and files that DVC tracks outside dvc.yaml.
+BESIDE := adopted/*.dvc imports/*/dvc.yaml data/*.dvc
 GUARD := eyas guard $(if $(FORCE),--force)
 # DVC's state lies with the repository, for a hand-run dvc as well; a moved repository gets its new path.
 SITE_CACHE := $(CURDIR)/.dvc/tmp/site
@@ -85,6 +87,12 @@ UNKNOWN := $(filter-out $(VARIABLES),$(foreach name,$(.VARIABLES),$(if $(filter 
 ifneq ($(UNKNOWN),)
 $(error $(UNKNOWN): no variable of this Makefile, expected some of $(filter-out MAKE_VERSION LOCKS,$(VARIABLES)))
 endif
+# Other goals take what params.yaml says: `make repro TARGET=x` would run with another target.
+PRESETS := $(strip $(foreach group,TARGET DATA MACHINE DRAFTER,$(if $(filter command,$(firstword $(origin $(group)))),$(group))))
+ifneq ($(if $(filter params,$(MAKECMDGOALS)),,$(PRESETS)),)
+$(error $(PRESETS): read by `make params` alone, expected \
+	`make params $(foreach group,$(PRESETS),$(group)=$(value $(group)))` first, then `make $(or $(MAKECMDGOALS),help)`)
+endif
 
 CONTAINER := PYTHONPATH=src $(PYTHON) -m eyas.ops.image
 ifeq ($(EYAS_IMAGE),)
@@ -99,7 +107,7 @@ ifneq ($(IN_CONTAINER),)
 GOALS := $(or $(MAKECMDGOALS),help)
 .PHONY: $(GOALS)
 $(GOALS):
-	@$(CONTAINER) run --target $(IMAGE) -- make $@ $(filter-out IN_CONTAINER=%,$(MAKEOVERRIDES))
+	@$(CONTAINER) run --target $(IMAGE) -- make $@ $(filter-out IN_CONTAINER=% $(if $(filter params,$@),,$(addsuffix =%,$(PRESETS))),$(MAKEOVERRIDES))
 else
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary experiments doctor verify repair \
@@ -146,12 +154,13 @@ $(GUARDED):
 	$(if $(and $(filter report,$@),$(value AGAINST)),@eyas compare $(JSON_FLAG) -- $(call quoted,AGAINST))
 $(filter-out $(GUARDED),$(PIPELINE)):
 	$(STATE_HERE)
-	dvc repro $@
+	eyas guard dvc repro $@
 
 ##@ Look
 status: $(READY) ## Which stages are out of date, and why
 	$(STATE_HERE)
-	dvc status
+	dvc status dvc.yaml
+	$(if $(wildcard $(BESIDE)),@shopt -s nullglob; printf '\nBrought in beside the pipeline:\n'; dvc status $(BESIDE))
 	@eyas changed
 summary: $(READY) ## The last results in one table
 	@eyas summary

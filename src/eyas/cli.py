@@ -6,12 +6,22 @@ What a command does is in ``commands``.
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from eyas import commands as run
 from eyas import console, heap
+
+MAKE_OPTIONS = (
+    "boundaries", "confirm", "dir", "engine", "engines", "final-hidden", "format", "from", "max-failed", "name", "note",
+    "projects", "remote", "sets", "to", "trainer-version",
+)  # fmt: skip
+"""Options that the Makefile gives from a variable of its own; all others go through ARGS."""
+OPTION = re.compile(r"--([a-z][a-z-]*)")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -22,8 +32,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(arguments.run(arguments))
 
 
+class _Parser(argparse.ArgumentParser):
+    """Where make runs the command, an error names make's variables: nobody typed the options."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with exit code 2."""
+        if not os.environ.get("MAKELEVEL"):
+            super().error(message)
+        target = self.prog.partition(" ")[2] or "help"
+        said = OPTION.sub(
+            lambda found: f"{make_variable(found[1])}=" if found[1] in MAKE_OPTIONS else found[0], message
+        )
+        console.log(f"error: make {target}: {said}\n\nhint: `make` lists the variables of each target")
+        sys.exit(2)
+
+
+def make_variable(option: str) -> str:
+    """The Makefile's variable for one of ``MAKE_OPTIONS``."""
+    return "TRAINER" if option == "trainer-version" else option.upper().replace("-", "_")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="eyas", description="Capture a target's hidden states and train an EAGLE-3 drafter. `make` lists the rest."
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -30,6 +30,7 @@ def params(arguments: argparse.Namespace) -> int:
 
 
 def changed(arguments: argparse.Namespace) -> int:
+    from eyas import config
     from eyas.ops import changed as room
 
     found = room.changed(Path())
@@ -39,6 +40,7 @@ def changed(arguments: argparse.Namespace) -> int:
         console.emit(
             console.table([(c.stage, c.key, c.before, c.now) for c in found], ("stage", "parameter", "ran with", "now"))
         )
+    config.load(config.PARAMS_PATH)  # a wrong value is told beside the state, which is shown all the same
     return 0
 
 

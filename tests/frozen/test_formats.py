@@ -108,10 +108,11 @@ def test_every_environment_variable_is_on_the_map() -> None:
         if "os.environ" in text:
             read |= set(re.findall(r"\b(EYAS_[A-Z_]+)\b", text))
             read |= set(re.findall(r"os\.environ(?:\.get\(|\[)[\"']([A-Z_]+)", text))
-    # a prefix is no name, PATHs are the system's, and the last three are set, not read
+    # a prefix is no name, PATHs are the system's, MAKELEVEL is make's, and the last three are set, not read
     known = {
         "PATH",
         "PYTHONPATH",
+        "MAKELEVEL",
         "EYAS_PEER_",
         "CUDA_VISIBLE_DEVICES",
         "TOKENIZERS_PARALLELISM",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from eyas import cli
 
 ROOT = Path(__file__).parents[2]
 DOUBLE = """#!/bin/sh
@@ -64,6 +68,27 @@ def test_a_variable_that_nothing_reads_is_refused(make, tmp_path, word):
     assert not (tmp_path / "diary").exists()
 
 
+@pytest.mark.parametrize("goal", ["status", "repro", "extract"])
+def test_a_preset_is_refused_where_nothing_composes_it(make, tmp_path, goal):
+    """`make repro TARGET=qwen3_8b` ran with the target of params.yaml."""
+    done = make(goal, "TARGET=nonsense", "MACHINE=h200")
+    assert done.returncode == 2
+    hint = f"`make params TARGET=nonsense MACHINE=h200` first, then `make {goal}`"
+    assert f"TARGET MACHINE: read by `make params` alone, expected {hint}" in done.stderr
+    assert not (tmp_path / "diary").exists()
+
+
+def test_a_preset_is_composed_before_other_goals_and_goes_into_the_container_with_params_alone(make):
+    done = make("-n", "params", "status", "TARGET=qwen3_8b")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0].split() == ["eyas", "params", "TARGET=qwen3_8b"]
+    lines = make("-n", "params", "status", "TARGET=qwen3_8b", "IN_CONTAINER=1", "EYAS_WATCHDOG_S=9").stdout.splitlines()
+    assert [line.partition(" -- ")[2].split() for line in lines] == [
+        ["make", "params", "EYAS_WATCHDOG_S=9", "TARGET=qwen3_8b"],
+        ["make", "status", "EYAS_WATCHDOG_S=9"],
+    ]
+
+
 def test_variables_of_the_programs_behind_it_pass(make):
     done = make("status", "EYAS_WATCHDOG_S=9", "OMP_NUM_THREADS=1", "ARGS=-k 'a=b FOO=c'")
     assert done.returncode == 0, done.stderr
@@ -96,3 +121,35 @@ def test_help_has_its_sections_in_order(make):
     listed = [line for line in make("help").stdout.splitlines() if line and not line.startswith("  ")]
     named = [line.partition(" (")[0] for line in listed]
     assert named == ["Start", "Pipeline", "Look", "Disk", "Measure", "Container", "Exchange", "Quality"]
+
+
+WITHOUT = {
+    "adopt": "error: make adopt: the following arguments are required: DIR=, ENGINE=",
+    "export-states TO=x": "error: make export-states: the following arguments are required: FORMAT=",
+    "import-states FORMAT=x FROM=y TO=z FINAL_HIDDEN=a": "error: make import-states: argument FINAL_HIDDEN=: invalid choice: 'a'",
+    "serve-bench ARGS=--num-prompts=x": "error: make serve-bench: argument --num-prompts: invalid int value: 'x'",
+}
+
+
+@pytest.mark.parametrize("words", WITHOUT)
+def test_what_make_did_not_get_is_named_by_its_variables(make, tmp_path, words):
+    """`make adopt` spoke of --dir and --engine, which nobody types."""
+    (tmp_path / "eyas").write_text(f"#!/bin/sh\nPYTHONPATH='{ROOT}/src' exec '{sys.executable}' -m eyas.cli \"$@\"\n")
+    done = make(*words.split())
+    assert done.returncode == 2
+    assert done.stderr.startswith(WITHOUT[words])
+    assert "hint: `make` lists the variables" in done.stderr
+    assert "usage:" not in done.stderr
+
+
+def test_an_option_that_was_typed_is_named_as_it_was_typed(monkeypatch, capsys):
+    monkeypatch.delenv("MAKELEVEL", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["adopt"])
+    assert ended.value.code == 2
+    assert "the following arguments are required: --dir, --engine" in capsys.readouterr().err
+
+
+def test_every_option_that_has_a_variable_is_known_by_it():
+    calls = re.findall(r"\$\(call option,([a-z-]+),([A-Z_]+)\)", (ROOT / "Makefile").read_text())
+    assert dict(calls) == {option: cli.make_variable(option) for option in cli.MAKE_OPTIONS}

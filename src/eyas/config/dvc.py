@@ -7,12 +7,14 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import platformdirs
 
 from eyas.errors import ConfigError
 
 QUOTED = re.compile(r"""(["'])(.*)\1\s*(#.*)?""")
+REMOTE = re.compile(r'remote "(.+)"')
 
 
 def files(root: Path) -> tuple[Path, ...]:
@@ -56,6 +58,26 @@ def settings(root: Path, section: str) -> dict[str, str]:
             if title == section:
                 found |= values
     return found
+
+
+class Remote(NamedTuple):
+    """A remote as DVC's settings name it."""
+
+    name: str
+    url: str
+    base: Path
+    """Of the file that says so: a relative path is relative to it."""
+
+
+def remotes(root: Path) -> list[Remote]:
+    """All remotes that DVC knows in a repository, by its settings and those of user and system."""
+    found: dict[str, Remote] = {}
+    for path in files(root):
+        for title, values in sections(path):
+            named = REMOTE.fullmatch(title)
+            if named and "url" in values:
+                found[named[1]] = Remote(named[1], values["url"], path.parent)
+    return [remote for _, remote in sorted(found.items())]
 
 
 def _value(said: str) -> str:

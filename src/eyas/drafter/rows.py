@@ -153,7 +153,7 @@ def rows_to_read(stored: StoredStates) -> StoredRows:
         raise StoreError(
             f"sample {stored.sample.sample_id}: {missing[0]} is not stored, expected {len(rows.last_L):,} rows of last "
             f"and {rows.num_aux:,} of aux: those that its loss mask trains",
-            "`eyas verify` compares the states with their tokens",
+            "`make verify` compares the states with their tokens",
         )
     return rows
 

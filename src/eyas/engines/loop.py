@@ -330,7 +330,7 @@ def _manifest(run: Run, facts: EngineFacts) -> ShardManifest:
     if not entries:
         raise CaptureError(
             f"none of {run.plan.num_samples:,} planned samples is stored; nothing is published",
-            "look at the reasons above; `eyas doctor` checks the engine",
+            "look at the reasons above; `make doctor` checks the engine",
         )
     return ShardManifest(
         identity=run.plan.identity,

@@ -10,6 +10,7 @@ from typing import Any
 from eyas.contracts import TargetIdentity
 from eyas.engines.base import Engine, OnWait, nobody
 from eyas.errors import ConfigError
+from eyas.plan.interpreter import sglang_versions
 
 NAMES = ("hf", "sglang", "vllm", "fake")
 SERVER_ENGINES = ("sglang", "vllm")
@@ -114,6 +115,24 @@ def make_engine(
     _refuse_unknown(name, chosen, OPTIONS)
     chosen = chosen if boundaries else {"max_running_requests": batch_size} | chosen
     return SglangEngine(target, folder, boundaries, longest_tokens=longest_tokens, label=label, **runs_as, **chosen)
+
+
+def check_installed(name: str) -> None:
+    """Look for the program of an engine that runs in an interpreter of its own; others are installed with eyas.
+
+    Raises:
+        PlanError: There is no interpreter with it.
+        CaptureError: Another SGLang than those that eyas knows.
+        ServerError: Another vLLM.
+    """
+    if name == "sglang":
+        from eyas.engines.sglang.versions import check_supported
+
+        check_supported(sglang_versions()["sglang"])
+    elif name == "vllm":
+        from eyas.engines.vllm.preflight import check_versions
+
+        check_versions()
 
 
 def _refuse_unknown(name: str, options: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -278,7 +278,7 @@ def _require_numbers(logits_BV: torch.Tensor, prompts: Sequence[Prompt]) -> None
         prompt = prompts[broken.index(True)]
         raise EvaluateError(
             f"the target's logits hold NaN: prompt {prompt.sample_id} ({prompt.source})",
-            "set evaluate.dtype=float32; if it stays, the target's files are damaged: `eyas doctor`",
+            "set evaluate.dtype=float32; if it stays, the target's files are damaged: `make doctor`",
         )
 
 

@@ -22,8 +22,9 @@ from pathlib import Path
 from eyas import config, console, fs
 from eyas.config.images import check_image
 from eyas.contracts import CapturePlan
-from eyas.errors import ConfigError, DataError, EyasError, StoreError
+from eyas.errors import ConfigError, EyasError, StoreError
 from eyas.ops import published as store
+from eyas.ops.before import check_before, check_data, ends_before_states, is_changed
 from eyas.ops.gc.intent import read_intent
 from eyas.ops.published import MANIFEST, OUTS, PLAN, STATES, Planned, Published
 from eyas.plan.cache import cache_object, hashes, locked_stage, object_finder, read_yaml
@@ -31,6 +32,7 @@ from eyas.shards import handover
 from eyas.shards.handover import HOME, LOCK_NAME
 
 EXTRACT = ("dvc", "repro", "extract")
+PLANNING = (sys.executable, "-m", "dvc", "repro", "plan")
 DRAFTER = "models/drafter"
 IMPORTED_LOCKS = "imports/*/dvc.lock"
 """An imported set has a pipeline of its own, whose paths are the repository's."""
@@ -54,6 +56,8 @@ class Verdict:
 def run(root: Path, command: Sequence[str], *, force: bool) -> int:
     """Make the plan, look, run a command of DVC's unless there is nothing left to do, settle.
 
+    A command that ends before the states is run as it is, once data and engines were looked for.
+
     Args:
         root: The repository.
         command: ``dvc repro`` with stages; empty to look alone, at the plan as it is.
@@ -67,14 +71,16 @@ def run(root: Path, command: Sequence[str], *, force: bool) -> int:
         ConfigError: A parameter is wrong, or this is not the pinned image: DVC would empty a stage's outputs before the
             stage itself could say so.
         StoreError: Finished states would be wiped, or are damaged.
-        EyasError: An extraction runs; DVC failed.
+        EyasError: SGLang or vLLM is missing where a stage would call for it; an extraction runs; DVC failed.
     """
     params = config.load(root / config.PARAMS_PATH) if command else None
+    if params is not None:
+        check_before(root, params, command)
+        if ends_before_states(command):
+            return _run(root, params, command)
     if params is not None and _never_captured(root):  # before the hours of `respond`
         check_image("extract.image", params.extract.image)
-    if params is not None and (code := _dvc(root, "repro", "plan")):
-        if not (root / params.data.path).exists():
-            raise DataError(f"data.path: {params.data.path} is missing", "put your data there; see data/raw/README.md")
+    if params is not None and (code := _run(root, params, PLANNING)):
         return code
     with _lock(root):
         verdict = look(root, force=force)
@@ -94,6 +100,14 @@ def run(root: Path, command: Sequence[str], *, force: bool) -> int:
     return code
 
 
+def _run(root: Path, params: config.Params, command: Sequence[str]) -> int:
+    """Run stages that wipe no states; their data, when they fail for want of it, is named as everywhere."""
+    code = subprocess.run(command, cwd=root, check=False).returncode
+    if code:
+        check_data(root, params)
+    return code
+
+
 def _never_captured(root: Path) -> bool:
     """Whether neither the workspace nor ``dvc.lock`` knows of hidden states: they are captured for certain."""
     return not (root / MANIFEST).exists() and not hashes(locked_stage(root, "extract"), "outs")
@@ -106,15 +120,8 @@ def _refuse_other_images(root: Path, params: config.Params, verdict: Verdict, *,
     try:
         check_image("train.image", params.train.image)
     except ConfigError:
-        if trains and (not verdict.is_current or _is_changed(root, "train")):
+        if trains and (not verdict.is_current or is_changed(root, "train")):
             raise
-
-
-def _is_changed(root: Path, stage: str) -> bool:
-    """Whether DVC would run a stage again."""
-    command = [sys.executable, "-m", "dvc", "status", "--json", stage]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    return done.returncode != 0 or json.loads(done.stdout) != {}
 
 
 def settle(root: Path) -> list[str]:

@@ -25,7 +25,7 @@ from eyas import console, fs
 from eyas.errors import StoreError
 from eyas.ops.published import MANIFEST, OUTS, Published, read_published
 from eyas.shards.handover import HOME, LOCK_NAME, StoredFile
-from eyas.shards.remote import RemoteStore, Secrets
+from eyas.shards.remote import RemoteStore, Secrets, check_remote
 
 ATTEMPTS = 5
 WAIT_S = 1.0
@@ -60,7 +60,7 @@ def push(root: Path, name: str = "") -> Transferred:
     Raises:
         StoreError: There is no manifest or no such remote, or DVC failed several times.
     """
-    published, store = _published(root), RemoteStore(root, name)
+    store, published = RemoteStore(root, name), _published(root)
     objects = _objects(published)
     num_attempts = _dvc(root, "push", name, OUTS, len(objects))
     return _report(store, objects, num_attempts, share=0.0)
@@ -73,6 +73,7 @@ def pull(root: Path, name: str = "") -> Transferred:
         StoreError: There is no such remote, or DVC failed several times.
         EyasError: An extraction, a gc or another of these holds the volume.
     """
+    check_remote(root, name)
     with fs.volume_lock(root / HOME / LOCK_NAME, "pull"):  # no extraction publishes, no gc deletes meanwhile
         num_attempts = _dvc(root, "pull", name, OUTS)
     published = _published(root)
@@ -181,7 +182,7 @@ def _dvc(root: Path, verb: str, name: str, outs: Iterable[str], num_objects: int
             time.sleep(WAIT_S * attempt)
     raise StoreError(
         f"dvc {verb} failed {ATTEMPTS} times: {said}",
-        f"`eyas {verb}` goes on from here: what arrived is not sent again",
+        f"`make {verb}` goes on from here: what arrived is not sent again",
     )
 
 

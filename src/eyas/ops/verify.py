@@ -176,7 +176,7 @@ def verified_text(verified: Verified) -> str:
         shown = states.findings[:MAX_SHOWN]
         parts.append(console.table([(f.shard, f.sample_id, f.problem) for f in shown], ("shard", "sample", "problem")))
         if len(states.findings) > MAX_SHOWN:
-            parts.append(f"and {len(states.findings) - MAX_SHOWN:,} more: `eyas verify --json` lists all")
+            parts.append(f"and {len(states.findings) - MAX_SHOWN:,} more: `make verify ARGS=--json` lists all")
     parts += [f"note: {note}" for note in states.notes]
     if any(finding.shard for finding in states.findings):
         parts.append("hint: `make repair` restores or captures again what is damaged, and nothing else")

@@ -61,7 +61,7 @@ def _python(module: str, variable: str, own: Path) -> str:
         return str(own.absolute())
     raise PlanError(
         f"engine {module}: neither this python nor {own} has {module}",
-        f"`make setup-{module}`, or name a python that has it: {variable}=/path/bin/python",
+        f"`make setup-{module}` (for a CPU; GPUs: docs/{module}.md), or name a python that has it: {variable}=/path/bin/python",
     )
 
 

@@ -343,7 +343,7 @@ def _encoded_bytes(tensors: Mapping[str, Any]) -> dict[str, int]:
 def damaged(where: str, what: str) -> StoreError:
     """The error of a shard that cannot be trusted."""
     return StoreError(
-        f"{where}: {what}", "`eyas verify` lists all damage; `dvc checkout --force` or a new extraction mends it"
+        f"{where}: {what}", "`make verify` lists all damage; `dvc checkout --force` or a new extraction mends it"
     )
 
 

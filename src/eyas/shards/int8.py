@@ -58,7 +58,7 @@ class Int8Codec:
             raise StoreError(
                 f"calibration: scale {float(calibration_ND[stream, channel])} of channel {channel} of stream {stream}, "
                 f"expected {MIN_CHANNEL:.3g} to {MAX_CHANNEL:.3g}",
-                "the shard's calibration is damaged: `eyas verify` lists all damage",
+                "the shard's calibration is damaged: `make verify` lists all damage",
             )
         self._channels_ND = calibration_ND.contiguous()
         self._inverse_ND = self._channels_ND.reciprocal()

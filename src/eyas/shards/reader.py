@@ -189,7 +189,7 @@ class ShardReader:
         if sample_id not in self._places:
             raise StoreError(
                 f"sample {sample_id} is not among the {len(self._places):,} stored samples",
-                "`eyas verify` lists what is stored; failed samples are in data/hidden_states.json",
+                "`make verify` lists what is stored; failed samples are in data/hidden_states.json",
             )
         place = self._places[sample_id]
         shard = bisect.bisect_right(self._starts, place) - 1

@@ -45,6 +45,29 @@ class Secrets:
         return functools.reduce(lambda said, value: said.replace(value, "***"), self._values, line)
 
 
+def check_remote(root: Path, name: str) -> None:
+    """Ask DVC's settings for a remote: DVC's own pull goes on without one and misses every file.
+
+    Args:
+        root: The repository.
+        name: Of the remote; empty for DVC's default one.
+
+    Raises:
+        StoreError: There is no such remote.
+    """
+    known = [remote.name for remote in dvc.remotes(root)]
+    chosen = name or dvc.settings(root, "core").get("remote", "")
+    if chosen.lower() in known:  # DVC reads names in lower case
+        return
+    if not known:
+        add = "`dvc remote add -d NAME URL` adds one, a folder that others see or s3://BUCKET/PATH: docs/remotes.md"
+        raise StoreError("no DVC remote is configured, expected one that holds the states", add)
+    raise StoreError(
+        f"no DVC remote is {f'called {chosen!r}' if chosen else 'the default one'}, expected one of: {', '.join(known)}",
+        f"name one: REMOTE={known[0]} (`--remote`), or make it the default: `dvc remote default {known[0]}`; docs/remotes.md",
+    )
+
+
 class RemoteStore:
     """Read access to the objects of one remote; safe in threads.
 
@@ -60,6 +83,7 @@ class RemoteStore:
         from dvc.exceptions import DvcException
         from dvc.repo import Repo
 
+        check_remote(root, name)
         self._secrets, self.name = Secrets(root), name or "the default one"
         try:
             with Repo(str(root)) as repo:

@@ -128,7 +128,7 @@ class ShardCache:
                     return
         raise RemoteError(
             f"{entry.path}: remote {self._remote.name} holds bytes of md5 {found} under {entry.md5}",
-            "the remote is damaged: `eyas verify --remote` names what is; push it again from where it is whole",
+            "the remote is damaged: `make verify ARGS=--remote` names what is; push it again from where it is whole",
         )
 
     def _download(self, entry: ShardEntry, handle: BinaryIO) -> str:

@@ -55,7 +55,7 @@ def _respond(params: config.Params, target: TargetIdentity, conversations: Path,
     tokenizer = load_tokenizer(folder, params.target.trust_remote_code)
     try:
         with fs.volume_lock(path.with_suffix(".lock"), "respond"), Journal(path) as journal:
-            generate = _LazyEngine(engine)
+            generate = _LazyEngine(engine, params)
             return Responder(params.respond, tokenizer, target.max_position_embeddings, generate, journal).respond(
                 conversations, out
             )
@@ -64,13 +64,21 @@ def _respond(params: config.Params, target: TargetIdentity, conversations: Path,
 
 
 class _LazyEngine:
-    """Opens the engine at the first prompt: a run whose answers are all known loads no model."""
+    """Opens the engine at the first prompt: a run whose answers are all known loads no model.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._is_open = engine, False
+    It says so before: the first answers come when their whole batch is written, which takes a minute or more.
+    """
+
+    def __init__(self, engine: Engine, params: config.Params) -> None:
+        self._engine, self._params, self._is_open = engine, params, False
 
     def __call__(self, requests: Sequence[GenerateRequest]) -> Iterator[Generated]:
         if not self._is_open:
+            respond, device = self._params.respond, self._params.target.device
+            console.log(
+                f"respond: {len(requests):,} answers to write now by engine {respond.engine} on {device}, "
+                f"{respond.batch_size} at a time, up to {respond.max_new_tokens} tokens each; it is loaded first"
+            )
             self._engine.open()
             self._is_open = True
         return self._engine.generate(requests)

@@ -40,7 +40,7 @@ def check_states(stored: StoredStates) -> None:
             row = int(rows.last_L[row]) if name == "last" else row
             raise StoreError(
                 f"sample {stored.sample.sample_id}: row {row} of {name} holds NaN or infinity, expected numbers",
-                "`eyas verify` compares the states with their tokens",
+                "`make verify` compares the states with their tokens",
             )
 
 

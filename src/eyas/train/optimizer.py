@@ -203,7 +203,7 @@ class Optimizer:
         if not math.isfinite(value):
             raise TrainError(
                 f"loss and gradient of step {step} are not finite (norm {value})",
-                "lower train.lr or train.max_grad_norm, or check the states with `eyas verify`",
+                "lower train.lr or train.max_grad_norm, or check the states with `make verify`",
             )
 
     # ── parts and wholes ──────────────────────────────────────────────────────────────────────

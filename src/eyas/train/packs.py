@@ -274,7 +274,7 @@ def check_damage(damaged: Mapping[str, str], max_damaged: int) -> None:
         raise TrainError(
             f"{len(damaged):,} samples are damaged, expected at most train.max_damaged_samples={max_damaged:,}; the "
             f"last is {named(sample_id, reason)}",
-            "`eyas verify` lists the damage and how to repair it; a higher limit goes on from the last checkpoint",
+            "`make verify` lists the damage and how to repair it; a higher limit goes on from the last checkpoint",
         )
 
 

@@ -88,7 +88,7 @@ class Validator:
         broken = f"; {len(damaged):,} of them are damaged: {list(damaged.values())[-1]}" if damaged else ""
         return TrainError(
             f"none of {len(self._samples):,} validation samples has two assistant tokens in a row to draft{broken}",
-            "`eyas verify` lists the damage and how to repair it"
+            "`make verify` lists the damage and how to repair it"
             if damaged
             else "raise train.validation_share, or check the loss mask in reports/tokens.json",
         )

@@ -45,10 +45,16 @@ def test_the_stage_writes_answers_and_a_second_run_generates_nothing(workspace, 
     assert len(rows) == 6 * 2 + 5
     first = fs.read_json(Path("reports/runs/respond.json"))
     assert first["num_tokens"] == sum(answer.num_tokens for row in rows for answer in row.answers)
-    assert "loop share, greedy" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "loop share, greedy" in said.out
+    begins = (
+        "respond: 17 answers to write now by engine hf on cpu, 4 at a time, up to 8 tokens each; it is loaded first"
+    )
+    assert said.err.splitlines().count(begins) == 1
     before = Path("data/responses/conversations.parquet").read_bytes()
     main(ARGV)
     assert fs.read_json(Path("reports/runs/respond.json"))["num_tokens"] == 0
+    assert "to write now" not in capsys.readouterr().err
     assert Path("data/responses/conversations.parquet").read_bytes() == before
     assert len(list(JOURNALS.glob("*.jsonl"))) == 1
 

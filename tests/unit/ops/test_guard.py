@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ import pytest
 
 from eyas import config, fs
 from eyas.contracts import CaptureIdentity, CapturePlan, EngineFacts, PlannedShard, ShardEntry, ShardManifest
-from eyas.errors import ConfigError, DataError, StoreError
+from eyas.errors import ConfigError, StoreError
 from eyas.ops import guard
 from eyas.ops import published as store
 from eyas.plan.cache import cache_object
@@ -192,13 +191,6 @@ def test_a_wrong_parameter_is_told_before_dvc_empties_what_it_would_train_again(
     (tmp_path / "params.yaml").write_text(text.replace(old, new))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("dvc was called"))
     with pytest.raises(ConfigError, match=r"train\.(warm_start|lr)"):
-        guard.run(tmp_path, ["dvc", "repro", "train"], force=False)
-
-
-def test_data_that_is_not_there_is_named_when_dvc_fails(tmp_path, monkeypatch):
-    shutil.copy(Path(__file__).parents[3] / "params.yaml", tmp_path)
-    monkeypatch.setattr(guard, "_dvc", lambda *_: 255)
-    with pytest.raises(DataError, match=r"data\.path: data/raw is missing"):
         guard.run(tmp_path, ["dvc", "repro", "train"], force=False)
 
 

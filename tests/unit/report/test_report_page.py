@@ -181,12 +181,17 @@ def test_what_newer_reports_measure_is_shown(finished: Path) -> None:
     assert "tau by chain length over draft tokens a round: chatterbot ends at 1.88" in page  # 1 + 7/8
     assert "0 50.0% 1 30.0% 2 20.0%" in shown
     assert "tau of sampled text, all sets trained on: 1.361." in shown
-    assert "chatterbot, sampled 0.75 1.371 1.200 to 1.500 1.361 8 412" in shown
+    assert "chatterbot sampled chain 0.75 1.371 1.200 to 1.500 1.361 8 412" in shown
     greedy = shown.index("chatterbot 0.75 1.613 1.500 to 1.700")
     assert shown.index("Foretold along greedy text") < greedy < shown.index("are no forecast of it")
-    assert "chatterbot, tree 2.031 8 not measured 7 not measured 1.26 x" in shown
-    assert "chatterbot, sampled 1.371 1.200 to 1.500 not measured 8 0.43" in shown
-    assert "chatterbot, chain single 1.500 one prompt not measured 1 " in shown
+    at = shown.index(
+        "prompt set how it was drafted tau 95 % interval prompts at a time same text as plain near ties p of"
+    )
+    assert "chatterbot greedy tree 2.031 not measured 8 7 not measured 1.26 x" in shown[at:]
+    assert "chatterbot sampled chain 1.371 1.200 to 1.500 8 not measured 0.43" in shown[at:]
+    assert "chatterbot greedy chain, one prompt at a time 1.500 one prompt 1 not measured " in shown[at:]
+    for way in ("Greedy chain:", "Greedy tree:", "Sampled chain:", "One prompt at a time:", "Same text as plain:"):
+        assert way in shown
     assert "sglang &lt;x&gt;, server tau 1.789, offline tau 1.801." in shown
     assert "8 1.789 41.0 61.5 1.50 30 of 32 3 0 16 1.789" in shown  # smaller batches first
 

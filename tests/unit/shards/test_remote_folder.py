@@ -15,6 +15,7 @@ from eyas import console
 from eyas.ops.remote import pull, push, verify_remote
 from eyas.shards.remote import Secrets
 
+REMOTES = "['remote \"nas\"']\n    url = /nas\n['remote \"store\"']\n    url = s3://bucket\n"
 LENGTHS = tuple(5 + (7 * i) % 26 for i in range(30))
 
 
@@ -58,6 +59,30 @@ def test_push_pull_and_verify_say_how_far_they_are(root, capsys, monkeypatch):
     said = capsys.readouterr().err
     assert re.search(rf"(?m)^pull: {num_shards}/\d+ objects", said), said
     assert re.search(rf"(?m)^pulled: {num_shards}/{num_shards} objects", said), said
+
+
+@pytest.mark.parametrize("command", [("push",), ("pull",), ("verify", "--remote")])
+@pytest.mark.parametrize(
+    ("settings", "named", "error", "hint"),
+    [
+        ("", "", "no DVC remote is configured, expected one", "`dvc remote add -d NAME URL`"),
+        ("", "nas", "no DVC remote is configured, expected one", "`dvc remote add -d NAME URL`"),
+        (REMOTES, "", "no DVC remote is the default one, expected one of: nas, store", "REMOTE=nas (`--remote`)"),
+        (REMOTES, "nos", "no DVC remote is called 'nos', expected one of: nas, store", "REMOTE=nas (`--remote`)"),
+    ],
+)
+def test_a_remote_that_is_not_configured_is_told_at_once(made, command, settings, named, error, hint):
+    """`make pull` said five times that the cache is not up to date."""
+    local = made.root / ".dvc/config.local"
+    before = local.read_text()
+    local.write_text(before + settings)
+    done = made.run(sys.executable, "-m", "eyas.cli", *command, *((f"--remote={named}",) if named else ()))
+    local.write_text(before)
+    assert done.returncode == 2
+    said, _, helps = done.stderr.partition("\n\nhint: ")
+    assert said.startswith(f"error: {error}")
+    assert hint in helps
+    assert "docs/remotes.md" in helps
 
 
 def test_what_lasts_not_long_says_nothing(root, capsys, monkeypatch):

@@ -135,7 +135,7 @@ def test_a_set_that_is_all_damaged_says_so(tmp_path):
     for sample in validation:
         reader.states[sample.sample_id].last_TD[5] = torch.nan
     inputs = world.make_inputs(tmp_path, reader=reader, max_damaged_samples=9, **VALIDATED)
-    with pytest.raises(TrainError, match=r"5 of them are damaged: sample .* row 5 of last [^$]*eyas verify"):
+    with pytest.raises(TrainError, match=r"5 of them are damaged: sample .* row 5 of last [^$]*make verify"):
         world.run(tmp_path, inputs)
 
 

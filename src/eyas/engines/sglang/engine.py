@@ -279,7 +279,7 @@ def unusable(reply: Reply) -> ServerError:
     keys = ", ".join(sorted(capture_body(None, ())))
     return ServerError(
         f"the server refuses what eyas sends ({keys}): {reply.message}",
-        "is it SGLang, of a version that `eyas doctor` names? Nothing was tried again",
+        "is it SGLang, of a version that `make doctor` names? Nothing was tried again",
     )
 
 

@@ -107,7 +107,7 @@ def check_machine(device: str, tp_size: int) -> float:
     if len(found) < tp_size:
         raise ServerError(
             f"{len(found)} NVIDIA devices here, expected {tp_size} (extract.engine_options.tp_size)",
-            "set tp_size, or CUDA_VISIBLE_DEVICES; `eyas doctor` shows what is there",
+            "set tp_size, or CUDA_VISIBLE_DEVICES; `make doctor` shows what is there",
         )
     for program, hint in COMPILERS.items():
         if not has_program(program):

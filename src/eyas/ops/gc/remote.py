@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from eyas import console, fs
-from eyas.config import dvc
+from eyas.config.dvc import Remote, remotes
 from eyas.generations.objects import LEGACY
 from eyas.shards.remote import Secrets
 
 TIMEOUT_S = 60
-REMOTE = re.compile(r'remote "(.+)"')
 _ASK = """
 import json, sys
 from dvc.repo import Repo
@@ -27,26 +25,6 @@ with Repo(".") as repo:
     old = repo.cloud.get_remote_odb(name, hash_name="md5-dos2unix")
     print(json.dumps([sorted(new.list_oids_exists(wanted[0])), sorted(old.list_oids_exists(wanted[1]))]))
 """
-
-
-class Remote(NamedTuple):
-    """A remote as DVC's settings name it."""
-
-    name: str
-    url: str
-    base: Path
-    """Of the file that says so: a relative path is relative to it."""
-
-
-def remotes(root: Path) -> list[Remote]:
-    """All remotes that DVC knows in a repository, by its settings and those of user and system."""
-    found: dict[str, Remote] = {}
-    for path in dvc.files(root):
-        for title, values in dvc.sections(path):
-            named = REMOTE.fullmatch(title)
-            if named and "url" in values:
-                found[named[1]] = Remote(named[1], values["url"], path.parent)
-    return [remote for _, remote in sorted(found.items())]
 
 
 def pushed_objects(root: Path, sizes: Mapping[str, int]) -> set[str] | None:

@@ -137,8 +137,17 @@ def _sampled(found: Figures) -> Iterator[str]:
     if total is not None:
         yield paragraph(f"tau of sampled text, all sets trained on: {number(total)}.")
     if drawn:
-        headers = ("prompt set, mode", "temperature", "tau", "95 % interval", "foretold on it", "prompts", "tokens")
-        yield table("tau of sampled text", headers, drawn, numeric=range(1, 7))
+        headers = (
+            "prompt set",
+            "how it was drafted",
+            "temperature",
+            "tau",
+            "95 % interval",
+            "foretold on it",
+            "prompts",
+            "tokens",
+        )
+        yield table("tau of sampled text", headers, drawn, numeric=range(2, 8))
     if foretold:
         yield paragraph("Foretold along greedy text:")
         headers = ("prompt set", "temperature", "tau", "95 % interval", "greedy drafts", "mass in draft vocab")
@@ -155,7 +164,8 @@ def _drawn(found: Figures) -> Iterator[tuple[object, ...]]:
         for mode, check in ((key, Figures.of(value)) for key, value in sorted(modes.values.items())):
             if check.number("temperature"):
                 yield (
-                    f"{name}, {mode.replace('_', ' ')}",
+                    name,
+                    _way(mode),
                     number(check.number("temperature"), 2),
                     number(check.number("tau")),
                     _interval(check),
@@ -178,34 +188,50 @@ def _foretold(found: Figures) -> Iterator[tuple[object, ...]]:
             )
 
 
+WAYS = {"chain": "greedy chain", "sampled": "sampled chain", "tree": "greedy tree"}
+ONE_BY_ONE = "_single"
+
+
+def _way(mode: str) -> str:
+    """A way of decoding in words; one that the page does not know by its own name."""
+    way = mode.removesuffix(ONE_BY_ONE)
+    return f"{WAYS.get(way, way.replace('_', ' '))}{', one prompt at a time' if mode.endswith(ONE_BY_ONE) else ''}"
+
+
 def _modes(found: Figures, evaluate: Figures) -> Iterator[str]:
     """Every way of decoding that was run, and its speed beside plain decoding in the same run."""
     speeds = evaluate.group("facts").group("modes")
     rows = [
-        (f"{name}, {mode.replace('_', ' ')}", *_mode(check, _speed_of(speeds, mode)))
+        (name, _way(mode), *_mode(check, _speed_of(speeds, mode)))
         for name, modes in found.groups("modes").items()
         for mode, check in ((key, Figures.of(value)) for key, value in sorted(modes.values.items()))
     ]
     if rows:
         headers = (
-            "prompt set, mode",
+            "prompt set",
+            "how it was drafted",
             "tau",
             "95 % interval",
-            "batch",
             "prompts",
-            "as plain decoding",
-            "near ties",
-            "p",
-            "speed-up",
-            "predicted",
+            "at a time",
+            "same text as plain",
         )
+        more = ("near ties", "p of sampling", "speed-up", "speed-up foretold")
         yield subtitle("Ways of decoding")
-        yield table("Ways of decoding", headers, rows, numeric=range(1, 10))
+        yield paragraph(
+            "Real decoding of a few prompts of each set, once in every way in which a server can use the drafter. Greedy chain: "
+            "the drafter's likeliest tokens one after the other, kept while the target would have written them. Greedy tree: "
+            "several likely tokens at each step, of which the target keeps the branch that it would have written. Sampled chain: "
+            "tokens drawn at the temperature, kept by a rule that leaves the text a sample of the target's own. One prompt at a "
+            "time: as a server with a single user; the other rows decode several prompts together."
+        )
+        yield table("Ways of decoding", (*headers, *more), rows, numeric=range(2, 11))
         yield note(
-            "Speed-ups are of all sets together, over plain decoding in the same run; predicted ones come from the measured "
-            "costs of a draft step and of a check. A near tie is a token that one forward ranks first and another second, "
-            "within the rounding of the dtype. p is the chi-square test that sampled tokens are the target's samples; a small "
-            "one says that they are not."
+            "Same text as plain: prompts whose text is, token for token, what the target writes without a drafter; others part "
+            "from it at a near tie, a token that one forward ranks first and another second, within the rounding of the dtype "
+            "(counted in tokens). p of sampling: the chi-square test that sampled tokens are the target's samples; a small one "
+            "says that they are not. Speed-up: over plain decoding in the same run, all sets together; below 1 the drafter "
+            "costs more than it saves on this machine. Foretold: from the measured costs of a draft step and of a check."
         )
 
 
@@ -214,7 +240,7 @@ def _interval(check: Figures) -> str:
 
 
 def _speed_of(speeds: Figures, mode: str) -> Figures:
-    return speeds.group("single" if mode.endswith("_single") else "batch").group(mode)
+    return speeds.group("single" if mode.endswith(ONE_BY_ONE) else "batch").group(mode)
 
 
 def _mode(check: Figures, speed: Figures) -> tuple[object, ...]:
@@ -224,8 +250,8 @@ def _mode(check: Figures, speed: Figures) -> tuple[object, ...]:
     return (
         number(check.number("tau")),
         _interval(check),
-        count(check.number("batch_size")),
         count(check.number("num_prompts")),
+        count(check.number("batch_size")),
         count(check.number("num_identical")) if is_greedy else "",
         count(check.number("num_ties")) if is_greedy else "",
         "" if p_value is None else f"{p_value:.2g}",
