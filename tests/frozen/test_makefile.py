@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -62,6 +64,40 @@ def test_a_variable_that_nothing_reads_is_refused(make, tmp_path, word):
     assert done.returncode == 2
     assert f"{word.split('=')[0]}: no variable of this Makefile, expected some of" in done.stderr
     assert not (tmp_path / "diary").exists()
+
+
+def names_read() -> set[str]:
+    """Variables that a user may give, by how the Makefile reads them: ``NAME ?=`` and three functions."""
+    text = (ROOT / "Makefile").read_text()
+    ways = (
+        r"^([A-Z_]+) \?=",
+        r"\$\(call option,[a-z-]+,([A-Z_]+)\)",
+        r"\$\(call quoted,([A-Z_]+)\)",
+        r"\$\(value ([A-Z_]+)\)",
+    )
+    return {name for way in ways for name in re.findall(way, text, re.MULTILINE)}
+
+
+def test_no_variable_that_the_makefile_reads_is_refused(make):
+    """Who lets a target read another one and forgets it in VARIABLES would have it refused."""
+    assert {"GEN", "FROM", "JSON", "PYTHON", "EYAS_SHARD_CACHE_BYTES"} <= names_read()  # one of each way
+    done = make("-n", "help", *(f"{name}=" for name in names_read() - {"EYAS_IMAGE"}))
+    assert done.returncode == 0, done.stderr
+
+
+def described() -> list[tuple[str, str]]:
+    """Goals and the variables that `make help` names beside them: ``retire``, ``GEN``."""
+    lines = re.findall(r"^([a-z][a-z0-9-]*):.*## (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return [(goal, name) for goal, said in lines for name in re.findall(r"\b([A-Z_]+)=", said)]
+
+
+@pytest.mark.parametrize(("goal", "name"), described())
+def test_every_goal_takes_the_variables_that_help_names(make, goal, name):
+    """In a container too, where they arrive as they were given."""
+    odd = {"IMAGE": "cuda", "TORCH": "torch==2.13.0"}.get(name, "it's a b; $HOME")
+    assert (done := make("-n", goal, f"{name}={odd}")).returncode == 0, done.stderr
+    inside = make("-n", goal, f"{name}={odd}", "IN_CONTAINER=1")
+    assert shlex.split(inside.stdout)[-2:] == [goal, f"{name}={odd}"]
 
 
 def test_variables_of_the_programs_behind_it_pass(make):
