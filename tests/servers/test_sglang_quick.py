@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,30 @@ def test_every_row_equals_transformers_though_the_scheduler_is_killed(
         assert figures["rows"] == sum(len(sample.input_ids) for sample in samples)
         assert figures["mean_relative_error"] <= 1e-6
         assert figures["worst_relative_error"] <= 1e-4
+
+
+GREEDY = """
+import sys, torch, transformers
+from eyas.engines.decode import BlockDecoder
+from eyas.target.load import load_model
+model, prompts = load_model(sys.argv[1], "float32"), [[5, 9, 4, 7], [11, 6, 8, 3]]
+decoder, rows = BlockDecoder(model, 2, 24), [[], []]
+logits_BV = decoder.prefill(prompts).logits_RV
+for step in range(12):
+    ids_B = logits_BV.argmax(-1)
+    for row, token in zip(rows, ids_B.tolist()):
+        row.append(token)
+    logits_BV = decoder.forward(ids_B[:, None], torch.tensor([4 + step] * 2)).logits_BJV[:, 0]
+theirs = model.generate(torch.tensor(prompts), max_new_tokens=12, min_new_tokens=12, do_sample=False)
+assert rows == theirs[:, 4:].tolist(), (rows, theirs)
+print(transformers.__version__)
+"""
+
+
+def test_sglangs_own_transformers_decodes_as_it_does_itself(python: Path, models: dict[str, Path]) -> None:
+    """The cuda image holds one set of packages: eyas answers and measures with the release that SGLang pins."""
+    source = Path(__file__).parents[2] / "src"
+    command = [str(python), "-c", GREEDY, str(models["llama"])]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(source)})
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("5."), done.stdout

@@ -15,6 +15,7 @@ K head dim, A aux streams, D target hidden size, V target vocab.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,8 @@ from eyas.engines.taps import Taps, text_model
 from eyas.errors import CaptureError
 
 ATTENTION = "eyas_block"
+CACHE_NAMES = ("cache", "past_key_values")
+"""Since transformers 5.24, and before: SGLang and vLLM pin older ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class BlockDecoder:
         boundaries: Aux boundaries to return with every forward.
 
     Raises:
-        CaptureError: ``max_length`` is beyond the model's context.
+        CaptureError: ``max_length`` is beyond the model's context, or the model takes no cache.
     """
 
     def __init__(self, model: Any, batch_size: int, max_length: int, boundaries: Sequence[int] = ()) -> None:
@@ -84,6 +87,7 @@ class BlockDecoder:
         self._device = next(model.parameters()).device
         self._taps = Taps(self._base, tuple(boundaries)) if boundaries else None
         self._cache = _BlockCache(len(self._base.layers), batch_size, max_length)
+        self._cache_name = _cache_name(self._base)
         self._position_L = torch.arange(max_length, device=self._device)
 
     @torch.no_grad()
@@ -190,8 +194,8 @@ class BlockDecoder:
                 input_ids=ids_BJ,
                 position_ids=position_BJ,
                 attention_mask=mask_B1JL,
-                cache=self._cache,
                 use_cache=True,
+                **{self._cache_name: self._cache},
             )
         return output.last_hidden_state, self._taps.take() if self._taps else None
 
@@ -254,6 +258,20 @@ class _BlockLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.max_length
+
+    get_max_cache_shape = get_max_length  # its name in older releases
+
+
+def _cache_name(base: Any) -> str:
+    """What the model's forward calls its cache: a name that it does not know would be passed over without a word."""
+    known = inspect.signature(base.forward).parameters
+    found = next((name for name in CACHE_NAMES if name in known), None)
+    if found is None:
+        raise CaptureError(
+            f"{type(base).__name__}.forward takes {', '.join(known)}: no cache, expected one of {', '.join(CACHE_NAMES)}",
+            "answers and measurements need one; `extract` of given answers does not",
+        )
+    return found
 
 
 def _block_attention(

@@ -105,3 +105,29 @@ def test_lengths_that_do_not_fit_are_refused(model):
         BlockDecoder(model, 2, 300)
     with pytest.raises(CaptureError, match="0 to 3 tokens"):
         BlockDecoder(model, 2, 16).prefill([[], [1, 2, 3]])
+
+
+def test_a_model_of_an_older_transformers_fills_the_cache_too(model, monkeypatch):
+    """Its forward calls the cache ``past_key_values``, and passes over names that it does not know."""
+    forward = model.model.forward
+
+    def older(input_ids, position_ids=None, attention_mask=None, past_key_values=None, use_cache=None, **kwargs):
+        return forward(
+            input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask,
+            past_key_values=past_key_values, use_cache=use_cache,
+        )  # fmt: skip
+
+    rows, start = prompts(), torch.tensor([len(row) for row in prompts()])
+    newer = BlockDecoder(model, B, L)
+    newer.prefill(rows)
+    expected = newer.forward(torch.full((B, 3), 7), start).logits_BJV
+    monkeypatch.setattr(model.model, "forward", older)
+    decoder = BlockDecoder(model, B, L)
+    decoder.prefill(rows)
+    assert torch.equal(decoder.forward(torch.full((B, 3), 7), start).logits_BJV, expected)
+
+
+def test_a_model_that_takes_no_cache_is_refused(model, monkeypatch):
+    monkeypatch.setattr(model.model, "forward", lambda input_ids, attention_mask=None, **kwargs: None)
+    with pytest.raises(CaptureError, match=r"forward takes input_ids, attention_mask, kwargs: no cache"):
+        BlockDecoder(model, B, L)
