@@ -83,7 +83,8 @@ CHOICES := $(foreach group,TARGET DATA MACHINE DRAFTER,$(if $(value $(group)),$(
 VARIABLES := PYTHON TORCH TORCH_PIP_ARGS FORCE JSON ALL AGAINST ARGS IMAGE IN_CONTAINER LOCKS TARGET DATA MACHINE DRAFTER FROM TO REMOTE GEN \
 	KEEP PROJECTS CONFIRM ENGINES SETS DIR ENGINE FORMAT NOTE NAME BOUNDARIES FINAL_HIDDEN MAX_FAILED TRAINER BASE_CPU BASE_CUDA REGISTRY_USER \
 	REGISTRY_TOKEN MAKE_VERSION EYAS_% CUDA_% DVC_% HF_% NCCL_% OMP_% RAY_% TORCH_%
-UNKNOWN := $(filter-out $(VARIABLES),$(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name))))
+GIVEN := $(sort $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name))))
+UNKNOWN := $(filter-out $(VARIABLES),$(GIVEN))
 ifneq ($(UNKNOWN),)
 $(error $(UNKNOWN): no variable of this Makefile, expected some of $(filter-out MAKE_VERSION LOCKS,$(VARIABLES)))
 endif
@@ -107,7 +108,7 @@ ifneq ($(IN_CONTAINER),)
 GOALS := $(or $(MAKECMDGOALS),help)
 .PHONY: $(GOALS)
 $(GOALS):
-	@$(CONTAINER) run --target $(IMAGE) -- make $@ $(filter-out IN_CONTAINER=% $(if $(filter params,$@),,$(addsuffix =%,$(PRESETS))),$(MAKEOVERRIDES))
+	@$(CONTAINER) run --target $(IMAGE) -- make $@ $(foreach name,$(filter-out IN_CONTAINER $(if $(filter params,$@),,$(PRESETS)),$(GIVEN)),$(name)=$(call quoted,$(name)))
 else
 
 .PHONY: help setup repro smoke params reproduce scenario-pivot $(PIPELINE) status summary experiments doctor verify repair \

@@ -18,6 +18,8 @@ Record = TypeVar("Record")
 ADDED_LATER = {"added_later": True}
 """Metadata of a record's field that is written only where it differs from its default."""
 
+LARGEST_INT = 2**63 - 1
+
 
 def to_plain(value: Any) -> Any:
     """Records, tuples and mappings as plain JSON values; refuses NaN and infinities.
@@ -99,11 +101,19 @@ def _build(kind: Any, value: Any, where: str) -> Any:
     if origin is dict:
         if not isinstance(value, dict):
             raise ValueError(f"{where}: {type(value).__name__}, expected an object")
-        return {key: _build(args[1], item, f"{where}.{key}") for key, item in value.items()}
+        return {_build(str, key, where): _build(args[1], item, f"{where}.{key}") for key, item in value.items()}
     if origin is Literal:
         if value not in args:
             raise ValueError(f"{where}: {value!r}, expected one of {', '.join(map(repr, args))}")
         return value
+    return _build_leaf(kind, value, where)
+
+
+def _build_leaf(kind: Any, value: Any, where: str) -> Any:
+    if isinstance(value, (int, str)) and not _is_plain(value) and not _is_sound(value):
+        raise ValueError(
+            f"{where}: {ascii(value)[:60]}, expected {'whole characters' if type(value) is str else '64 bits'}"
+        )
     if kind is float and type(value) is int:
         return float(value)
     if kind is float and isinstance(value, float) and not math.isfinite(value):
@@ -111,6 +121,22 @@ def _build(kind: Any, value: Any, where: str) -> Any:
     if kind is not Any and type(value) is not kind:
         raise ValueError(f"{where}: {value!r}, expected {kind.__name__}")
     return value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a text or a number of the usual kind, told quickly."""
+    return value.isascii() if type(value) is str else type(value) is int and abs(value) <= LARGEST_INT
+
+
+def _is_sound(value: int | str) -> bool:
+    """Half a character can be written nowhere, and a number beyond 64 bits is no count of anything."""
+    if not isinstance(value, str):
+        return isinstance(value, bool)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _build_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
@@ -134,7 +160,7 @@ def _build_record(kind: Any, value: Any, where: str) -> Any:
         if name in value:
             item = value[name]
             # Most fields, a million times over: texts, numbers, and words out of a few.
-            is_known = item in allowed if allowed else (hint is str or hint is int) and type(item) is hint
+            is_known = item in allowed if allowed else type(item) is hint and _is_plain(item)
             built[name] = item if is_known else _build(hint, item, f"{where}.{name}")
         elif is_required:
             raise ValueError(f"{where}.{name}: missing")

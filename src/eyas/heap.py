@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD, ARENA_MAX = -1, -2, -3, -8
 """Numbers of glibc's ``mallopt``."""
-SETTINGS = ((ARENA_MAX, 1), (MMAP_THRESHOLD, GIB), (TOP_PAD, 64 * MIB), (TRIM_THRESHOLD, 2 * GIB))
-"""One heap for all threads, for blocks up to a GiB; it grows by 64 MiB, and 2 GiB free at its end go back."""
+SETTINGS = ((ARENA_MAX, 1), (MMAP_THRESHOLD, 65 * MIB), (TOP_PAD, 64 * MIB), (TRIM_THRESHOLD, 512 * MIB))
+"""One heap for all threads, for blocks up to 64 MiB, a chunk of logits; it grows by as much, and 512 MiB free at its end go
+back. Holes between larger blocks of changing sizes doubled what a process held."""
 OLD_MMAP_THRESHOLD = 32 * MIB
 """What older ones take at most."""
 

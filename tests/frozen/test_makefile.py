@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -83,10 +84,44 @@ def test_a_preset_is_composed_before_other_goals_and_goes_into_the_container_wit
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0].split() == ["eyas", "params", "TARGET=qwen3_8b"]
     lines = make("-n", "params", "status", "TARGET=qwen3_8b", "IN_CONTAINER=1", "EYAS_WATCHDOG_S=9").stdout.splitlines()
-    assert [line.partition(" -- ")[2].split() for line in lines] == [
+    assert [shlex.split(line.partition(" -- ")[2]) for line in lines] == [
         ["make", "params", "EYAS_WATCHDOG_S=9", "TARGET=qwen3_8b"],
         ["make", "status", "EYAS_WATCHDOG_S=9"],
     ]
+
+
+def names_read() -> set[str]:
+    """Variables that a user may give, by how the Makefile reads them: ``NAME ?=`` and three functions."""
+    text = (ROOT / "Makefile").read_text()
+    ways = (
+        r"^([A-Z_]+) \?=",
+        r"\$\(call option,[a-z-]+,([A-Z_]+)\)",
+        r"\$\(call quoted,([A-Z_]+)\)",
+        r"\$\(value ([A-Z_]+)\)",
+    )
+    return {name for way in ways for name in re.findall(way, text, re.MULTILINE)}
+
+
+def test_no_variable_that_the_makefile_reads_is_refused(make):
+    """Who lets a target read another one and forgets it in VARIABLES would have it refused."""
+    assert {"GEN", "FROM", "JSON", "PYTHON", "EYAS_SHARD_CACHE_BYTES"} <= names_read()  # one of each way
+    done = make("-n", "help", *(f"{name}=" for name in names_read() - {"EYAS_IMAGE"}))
+    assert done.returncode == 0, done.stderr
+
+
+def described() -> list[tuple[str, str]]:
+    """Goals and the variables that `make help` names beside them: ``retire``, ``GEN``."""
+    lines = re.findall(r"^([a-z][a-z0-9-]*):.*## (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return [(goal, name) for goal, said in lines for name in re.findall(r"\b([A-Z_]+)=", said)]
+
+
+@pytest.mark.parametrize(("goal", "name"), described())
+def test_every_goal_takes_the_variables_that_help_names(make, goal, name):
+    """In a container too, where they arrive as they were given."""
+    odd = {"IMAGE": "cuda", "TORCH": "torch==2.13.0"}.get(name, "it's a b; $HOME")
+    assert (done := make("-n", goal, f"{name}={odd}")).returncode == 0, done.stderr
+    inside = make("-n", goal, f"{name}={odd}", "IN_CONTAINER=1")
+    assert shlex.split(inside.stdout)[-2:] == [goal, f"{name}={odd}"]
 
 
 def test_variables_of_the_programs_behind_it_pass(make):

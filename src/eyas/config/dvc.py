@@ -1,8 +1,7 @@
-"""DVC's settings, read without importing DVC, from every place where DVC looks for them."""
+"""DVC's settings, read without importing DVC, but by its own reader, from every place where DVC looks for them."""
 
 from __future__ import annotations
 
-import configparser
 import os
 import re
 from collections.abc import Iterator
@@ -10,10 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import platformdirs
+from configobj import ConfigObj, ConfigObjError
 
 from eyas.errors import ConfigError
 
-QUOTED = re.compile(r"""(["'])(.*)\1\s*(#.*)?""")
 REMOTE = re.compile(r'remote "(.+)"')
 
 
@@ -25,38 +24,41 @@ def files(root: Path) -> tuple[Path, ...]:
 
 
 def sections(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Title and values of each section of one file: ``cache``, ``remote "name"``.
+    """Title and values of each section of one file: ``cache``, ``remote "name"``; lists with commas between.
 
     Raises:
         ConfigError: It cannot be read, or not as settings. What stands there is not quoted: it may be a secret.
     """
-    parser = configparser.ConfigParser(interpolation=None, strict=False)
     try:
-        parser.read_string(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            found = ConfigObj(file).dict()
     except FileNotFoundError:
         return
-    except (configparser.Error, UnicodeDecodeError) as error:
-        line = f", line {error.lineno}" if isinstance(error, configparser.MissingSectionHeaderError) else ""
+    except (ConfigObjError, UnicodeDecodeError) as error:
+        first = getattr(error, "errors", [error])[0]  # of several
+        number = getattr(first, "line_number", None)
         raise ConfigError(
-            f"{path}{line}: no settings of DVC's", "mend that file; `dvc config --list` reads it"
+            f"{path}{f', line {number}' if number else ''}: no settings of DVC's",
+            "mend that file; `dvc config --list` reads it",
         ) from None
     except OSError as error:
         raise ConfigError(
             f"{path}: settings of DVC's that cannot be read: {error.strerror}",
             "DVC needs them too: let this user read it",
         ) from None
-    for section in parser.sections():
-        # DVC writes: ['remote "storage"'], and reads titles and keys in lower case.
-        yield section.strip("'").lower(), {key: _value(said) for key, said in parser.items(section)}
+    for title, section in found.items():
+        if isinstance(section, dict):
+            texts = {
+                key.lower(): ",".join(value) if isinstance(value, list) else value for key, value in section.items()
+            }
+            yield title.lower(), {key: value for key, value in texts.items() if isinstance(value, str)}
 
 
 def settings(root: Path, section: str) -> dict[str, str]:
     """One section, of all files."""
     found: dict[str, str] = {}
     for path in files(root):
-        for title, values in sections(path):
-            if title == section:
-                found |= values
+        found |= dict(sections(path)).get(section, {})
     return found
 
 
@@ -78,8 +80,3 @@ def remotes(root: Path) -> list[Remote]:
             if named and "url" in values:
                 found[named[1]] = Remote(named[1], values["url"], path.parent)
     return [remote for _, remote in sorted(found.items())]
-
-
-def _value(said: str) -> str:
-    quoted = QUOTED.fullmatch(said)
-    return quoted[2] if quoted else said.partition("#")[0].strip()

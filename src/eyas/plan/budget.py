@@ -15,6 +15,7 @@ from typing import Protocol
 
 from eyas import console
 from eyas.contracts import BYTES_PER_MASK, BYTES_PER_TOKEN_ID, CapturePlan, LastRows
+from eyas.errors import StoreError
 
 HEADER_BYTES_PER_SAMPLE = 1024
 """Allowance for a sample's entries in its shard's header and in the manifest."""
@@ -222,7 +223,15 @@ class Budget:
 
 
 def default_ratio(codec: str) -> Ratio:
-    """The documented ratio of a codec."""
+    """The documented ratio of a codec.
+
+    Raises:
+        StoreError: There is no such codec here.
+    """
+    if codec not in CODEC_RATIO:
+        raise StoreError(
+            f"codec {codec!r}, expected one of {', '.join(CODEC_RATIO)}", "another eyas planned it: make plan"
+        )
     source = {"raw": "exact", "blosc2": "its documented default, not measured", "int8": "its documented size"}[codec]
     return Ratio(CODEC_RATIO[codec], source)
 

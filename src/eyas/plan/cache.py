@@ -45,7 +45,7 @@ def cache_dir(root: Path) -> Path:
     """DVC's cache folder; a relative one is relative to the file that sets it, ``~`` the user's home."""
     folder = root / ".dvc/cache"
     for path in dvc.files(root):
-        if named := dict(dvc.sections(path)).get("cache", {}).get("dir"):
+        if (named := dict(dvc.sections(path)).get("cache", {}).get("dir")) is not None:  # empty: that file's own folder
             folder = path.parent / os.path.expanduser(named)  # noqa: PTH111 - an unknown user is a folder's name
     return folder
 

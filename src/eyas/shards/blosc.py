@@ -43,7 +43,7 @@ class Blosc2Codec:
             return memoryview(_blosc2().compress2(_whole(rows_RD), **_settings(num_bytes)))
         # numpy, not torch: in threads of ours a copy by torch would start as many more as there are cores
         items_RD = rows_RD.view(torch.int16).numpy().view("<u2")
-        low, high = _coded(_half(items_RD)), _coded(_half(items_RD >> 8))
+        low, high = _coded(_half(items_RD)), _coded(_half(items_RD >> np.uint16(8)))
         size = HEADER_BYTES + 3 * INT32.size + len(low) + len(high)
         if size > num_bytes + HEADER_BYTES:
             return memoryview(_blosc2().compress2(_whole(rows_RD), **_settings(num_bytes) | {"clevel": 0}))

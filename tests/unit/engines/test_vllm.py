@@ -19,7 +19,7 @@ from eyas.contracts import TokenSample
 from eyas.conversations.generation import GenerateRequest
 from eyas.engines.base import nobody
 from eyas.engines.registry import make_engine
-from eyas.engines.vllm import dispatch, engine, files, preflight, process, shared_memory
+from eyas.engines.vllm import dispatch, engine, files, preflight, process, shared_memory, worker
 from eyas.errors import CaptureError, ServerError
 
 BOUNDARIES = (1, 2, 4)
@@ -272,6 +272,29 @@ def test_no_orphan_writes_on_when_we_are_killed(requests, num_written):
         assert time.monotonic() < deadline_s, "the worker lives on"
         time.sleep(0.02)
     assert not list(root.iterdir()), "the worker removes what nobody will read"
+
+
+EARLY = """
+    import os, pathlib, signal, socket, subprocess, sys
+    ours, theirs = socket.socketpair()
+    ours.sendall(b'{{"engine": {{}}, "folder": "{folder}"}}\\n')
+    command = [sys.executable, {worker!r}, str(theirs.fileno())]
+    print(subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True).pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_worker_whose_parent_is_killed_before_it_listens_leaves_nothing_either(tmp_path):
+    """What it was told lies in its socket already, the place of the states with it."""
+    folder = tmp_path / "states"
+    folder.mkdir()
+    script = textwrap.dedent(EARLY).format(folder=folder, worker=worker.__file__)
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=False)
+    deadline_s = time.monotonic() + 60
+    while is_running(int(done.stdout)):
+        assert time.monotonic() < deadline_s, "the worker lives on"
+        time.sleep(0.02)
+    assert not list(tmp_path.iterdir())
 
 
 def is_running(pid: int) -> bool:

@@ -158,7 +158,7 @@ def test_dvc_links_folders_with_our_setting_and_copies_them_with_reflink_first(t
 
 
 @pytest.mark.parametrize("level", ["--global", "--project", "--local"])
-@pytest.mark.parametrize("named", ["~/cache", "../there", "/data/cache", "/data/cache  # of all"])
+@pytest.mark.parametrize("named", ["~/cache", "../there", "/data/cache", "/data/cache  # of all", "'''../there'''", ""])
 def test_the_cache_folder_is_the_one_that_dvc_takes(tmp_path, monkeypatch, level, named):
     """``~`` is the home; a relative folder is relative to the file that sets it, wherever that lies."""
     from dvc.repo import Repo

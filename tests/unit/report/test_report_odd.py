@@ -88,6 +88,39 @@ def test_what_is_only_shown_never_stops_the_page(kept: Path, tmp_path: Path, nam
         canonical_json(headline(sources))
 
 
+@pytest.mark.parametrize("odd", ["half \ud800", 10**400, -(2**63) - 1], ids=["half", "huge", "below"])
+@pytest.mark.parametrize(
+    "name", ["models/target", "models/drafter/checkpoint", "models/export/export", "reports/tokens", "data/plan"]
+)
+def test_records_with_half_characters_or_endless_numbers_are_named(
+    kept: Path, tmp_path: Path, name: str, odd: Any
+) -> None:
+    """They ended in the page's own code: hashing a record, writing a size."""
+    shutil.copytree(kept, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / f"{name}.json"
+    whole = fs.read_json(path)
+    for place in places(whole):
+        changed = json.loads(json.dumps(whole))
+        at = changed
+        for key in place[:-1]:
+            at = at[key]
+        if place:
+            at[place[-1]] = odd
+            path.write_text(json.dumps(changed))
+            with pytest.raises(StoreError, match=f"{name}.json is no "):
+                gather(tmp_path)
+
+
+def test_a_plan_of_a_codec_that_is_not_known_is_named(kept: Path, tmp_path: Path) -> None:
+    shutil.copytree(kept, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "data/plan.json"
+    path.write_text(
+        path.read_text().replace('"codec":"raw"', '"codec":"zip"').replace('"codec":"blosc2"', '"codec":"zip"')
+    )
+    with pytest.raises(StoreError, match=r"codec 'zip', expected one of"):
+        render(gather(tmp_path))
+
+
 def test_a_curve_that_ends_in_nan_is_no_metric(finished: Path) -> None:
     path = finished / "reports/train/plots/metrics/loss/step_0.tsv"
     path.write_text(path.read_text() + "3000\tnan\n")

@@ -104,15 +104,32 @@ def test_the_reserve_is_kept_on_a_node_s_disk_too(case, on_threads, monkeypatch,
     assert not case.spool.exists()
 
 
-def test_a_node_s_disk_that_cannot_be_written_to_is_named(case, on_threads, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("named", "reason"),
+    [
+        ("{}/file/node", "cannot be written to: Not a directory"),
+        ("{}/file", "cannot be written to: it is no folder"),
+        ("{}/link to nothing", "cannot be written to: it is no folder"),
+        ("spool", "expected a path from / on"),  # below the repository, which all nodes share
+        ("~/spool", "expected a path from / on"),
+    ],
+)
+def test_a_node_s_disk_that_is_none_is_named(case, on_threads, monkeypatch, tmp_path, named, reason):
     (tmp_path / "file").touch()
-    monkeypatch.setenv("EYAS_RAY_SPOOL", str(tmp_path / "file/node"))
-    with pytest.raises(DiskError, match=f"node {socket.gethostname()}: EYAS_RAY_SPOOL={tmp_path}/file/node cannot be"):
+    (tmp_path / "link to nothing").symlink_to(tmp_path / "nothing/there")
+    named = named.format(tmp_path)
+    monkeypatch.setenv("EYAS_RAY_SPOOL", named)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DiskError) as caught:
         run_on(case)
+    assert f"node {socket.gethostname()}: EYAS_RAY_SPOOL={named}" in caught.value.message
+    assert caught.value.message.endswith(reason)
 
 
 def test_a_node_s_own_disk_comes_first_when_it_is_named(case, unbroken, on_threads, monkeypatch, tmp_path):
-    monkeypatch.setenv("EYAS_RAY_SPOOL", str(tmp_path / "node"))
+    (tmp_path / "node").mkdir()
+    (tmp_path / "a link").symlink_to("node")
+    monkeypatch.setenv("EYAS_RAY_SPOOL", str(tmp_path / "a link"))
     seen = []
     monkeypatch.setattr(
         driver, "verify_file", lambda path, entry, identity: seen.append(entry.path) or (None, [])

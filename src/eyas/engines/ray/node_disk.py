@@ -32,8 +32,13 @@ def own_folder(root: Path, name: str) -> Iterator[Path]:
     """A new folder on the node's own disk, removed at the end; what workers that are gone left is removed before.
 
     Raises:
-        DiskError: Nothing can be written there.
+        DiskError: Nothing can be written there, or it is relative: each node would take it below the shared repository.
     """
+    if not root.is_absolute():
+        raise DiskError(
+            f"node {socket.gethostname()}: {SPOOL_VARIABLE}={root}, expected a path from / on",
+            f"{SPOOL_VARIABLE}=/local/disk: a folder on the node's own disk, or unset it",
+        )
     try:
         root.mkdir(parents=True, exist_ok=True)
         gate = os.open(root, os.O_RDONLY | os.O_DIRECTORY)  # no file: one user's is not another's to open
@@ -48,8 +53,9 @@ def own_folder(root: Path, name: str) -> Iterator[Path]:
         finally:
             os.close(gate)
     except OSError as error:
+        reason = "it is no folder" if isinstance(error, FileExistsError) and not root.is_dir() else error.strerror
         raise DiskError(
-            f"node {socket.gethostname()}: {SPOOL_VARIABLE}={root} cannot be written to: {error.strerror}",
+            f"node {socket.gethostname()}: {SPOOL_VARIABLE}={root} cannot be written to: {reason}",
             f"name a folder on the node's own disk that its workers may write to (several users share one of mode 1777), or "
             f"unset {SPOOL_VARIABLE}",
         ) from error

@@ -36,7 +36,7 @@ class Link:
         self._parent = os.getppid()
         self._beat_s = 0.0
         self.folder = ""
-        """Where states are left; removed when the parent is gone, for nobody else would."""
+        """Where states are left, as the settings say; removed when the parent is gone, for nobody else would."""
         self._ending = threading.Lock()
         self.inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True, name="requests").start()
@@ -56,11 +56,13 @@ class Link:
         while True:
             ready, _, _ = select.select([self._socket], [], [], LOOK_FOR_PARENT_S)
             data = self._receive() if ready else None
-            if data == b"" or self._is_alone():
-                self.end()
             *lines, rest = (rest + (data or b"")).split(b"\n")
             for line in lines:
-                self.inbox.put(json.loads(line))
+                message = json.loads(line)
+                self.folder = message.get("folder", self.folder)  # here: this thread may end all before the other looks
+                self.inbox.put(message)
+            if data == b"" or self._is_alone():
+                self.end()
 
     def end(self) -> None:
         """End this process and all that it started; states that nobody will read go first. Whichever thread is second waits."""
@@ -182,7 +184,6 @@ def main() -> None:
     link = Link(int(sys.argv[1]))
     try:
         settings = link.inbox.get()
-        link.folder = settings["folder"]
         engine = start_engine(settings["engine"])
         config, device = engine.model_config, engine.vllm_config.device_config.device_type
         link.say(ready=True, vocab_size=config.get_vocab_size(), model_len=config.max_model_len, device=device)
