@@ -33,6 +33,7 @@ def test_every_row_equals_transformers_though_the_scheduler_is_killed(
     target = make_target(folder)
     samples = make_prompts(target, NUM_PROMPTS)
     engine = SglangEngine(target, folder, boundaries, dtype="float32", chunked_prefill_size=CHUNK)
+    threads = torch.get_num_threads()
     engine.announce(samples[: NUM_PROMPTS // 2])  # computed ahead; the others want a server after the kill
     engine.open()
     try:
@@ -44,8 +45,10 @@ def test_every_row_equals_transformers_though_the_scheduler_is_killed(
                     assert engine.keeper.session.hello is not None
                     os.kill(engine.keeper.session.hello.pid, signal.SIGKILL)
         assert engine.keeper.num_restarts == 1
+        assert torch.get_num_threads() == 1  # it only copies: each copy would start a thread a core
     finally:
         engine.close()
+    assert torch.get_num_threads() == threads
     errors = [RowErrors() for _ in (*boundaries, "last")]
     for sample_id, exact_TND in exact_streams(folder, boundaries, samples, "cpu", False):
         assert found[sample_id].shape == exact_TND.shape  # every row of it

@@ -48,6 +48,18 @@ def test_a_piece_is_a_chunk_that_blosc2_itself_reads():
     assert (num_bytes, size) == (300 * 64 * 2, len(data))
 
 
+@pytest.mark.parametrize("num_rows", [3, 700])
+@pytest.mark.parametrize("name", ["raw", "blosc2", "int8"])
+def test_rows_that_lie_apart_give_the_bytes_of_rows_side_by_side(name, num_rows):
+    """A stream is a slice of all streams of a sample; an engine may have its own order of axes."""
+    states_TAD = torch.randn(num_rows, 3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    codec = make_codec(name, torch.ones(3, 64))
+    across_RD = states_TAD[:, 1].t().contiguous().t()
+    for rows_RD in (states_TAD[:, 1], across_RD):
+        assert not rows_RD.is_contiguous()
+        assert bytes(codec.encode(rows_RD, 1)) == bytes(codec.encode(states_TAD[:, 1].contiguous(), 1))
+
+
 @pytest.mark.parametrize("items", [2049, 40_000, 400_001])
 @pytest.mark.parametrize("kind", ["gaussian", "noise", "integers", "constant", "ramp"])
 def test_any_blosc2_reads_a_piece_of_any_content(kind, items):

@@ -102,7 +102,6 @@ class SglangEngine:
         """
         context = self._wanted.target.max_position_embeddings
         preflight.check_longest(self.keeper.longest, {}, context)
-        self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the server computes; a copy in a thread of ours would start one more for every core
         self.keeper.open()
         self._attach()
