@@ -110,10 +110,10 @@ def _build(kind: Any, value: Any, where: str) -> Any:
 
 
 def _build_leaf(kind: Any, value: Any, where: str) -> Any:
-    if isinstance(value, (int, str)) and not _is_plain(value) and not _is_sound(value):
-        raise ValueError(
-            f"{where}: {ascii(value)[:60]}, expected {'whole characters' if type(value) is str else '64 bits'}"
-        )
+    if type(value) is str and not _is_plain(value) and not _is_whole(value):
+        raise ValueError(f"{where}: {ascii(value)[:60]}, expected whole characters")
+    if kind is not Any and type(value) is int and not _is_plain(value):
+        raise ValueError(f"{where}: {str(value)[:60]}, expected 64 bits")
     if kind is float and type(value) is int:
         return float(value)
     if kind is float and isinstance(value, float) and not math.isfinite(value):
@@ -124,16 +124,14 @@ def _build_leaf(kind: Any, value: Any, where: str) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a text or a number of the usual kind, told quickly."""
+    """Whether it is a text or a count of the usual kind, told quickly."""
     return value.isascii() if type(value) is str else type(value) is int and abs(value) <= LARGEST_INT
 
 
-def _is_sound(value: int | str) -> bool:
-    """Half a character can be written nowhere, and a number beyond 64 bits is no count of anything."""
-    if not isinstance(value, str):
-        return isinstance(value, bool)
+def _is_whole(text: str) -> bool:
+    """Half a character, which JSON can name, can be written nowhere."""
     try:
-        value.encode()
+        text.encode()
     except UnicodeEncodeError:
         return False
     return True

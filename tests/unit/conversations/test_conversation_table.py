@@ -47,6 +47,13 @@ def test_rows_come_back_sorted_and_bytes_do_not_depend_on_order(tmp_path, monkey
     assert [p.name for p in (tmp_path / "one").iterdir()] == [table.FILE_NAME]
 
 
+def test_a_users_own_values_come_back_whatever_their_size(tmp_path):
+    """An argument of a tool may be any number that JSON can write; counts of ours have 64 bits."""
+    row = Conversation(conversation_id="x", source="s", split="train", messages=({"n": 2**63, "m": [-(10**400)]},))
+    table.write_conversations(tmp_path / "one", [row])
+    assert list(table.read_conversations(tmp_path / "one")) == [row]
+
+
 def one(**more) -> Conversation:
     return Conversation(conversation_id="x", source="s", split="train", messages=({"role": "user"},), **more)
 
