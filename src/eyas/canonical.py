@@ -101,7 +101,10 @@ def _build(kind: Any, value: Any, where: str) -> Any:
     if origin is dict:
         if not isinstance(value, dict):
             raise ValueError(f"{where}: {type(value).__name__}, expected an object")
-        return {_build(str, key, where): _build(args[1], item, f"{where}.{key}") for key, item in value.items()}
+        return {
+            key if key.isascii() else _build(str, key, where): _build(args[1], item, f"{where}.{key}")
+            for key, item in value.items()
+        }
     if origin is Literal:
         if value not in args:
             raise ValueError(f"{where}: {value!r}, expected one of {', '.join(map(repr, args))}")
@@ -112,7 +115,7 @@ def _build(kind: Any, value: Any, where: str) -> Any:
 def _build_leaf(kind: Any, value: Any, where: str) -> Any:
     if type(value) is str and not _is_plain(value) and not _is_whole(value):
         raise ValueError(f"{where}: {ascii(value)[:60]}, expected whole characters")
-    if kind is not Any and type(value) is int and not _is_plain(value):
+    if kind in (int, float) and type(value) is int and not _is_plain(value):
         raise ValueError(f"{where}: {str(value)[:60]}, expected 64 bits")
     if kind is float and type(value) is int:
         return float(value)
@@ -125,7 +128,7 @@ def _build_leaf(kind: Any, value: Any, where: str) -> Any:
 
 def _is_plain(value: Any) -> bool:
     """Whether it is a text or a count of the usual kind, told quickly."""
-    return value.isascii() if type(value) is str else type(value) is int and abs(value) <= LARGEST_INT
+    return value.isascii() if type(value) is str else type(value) is int and -LARGEST_INT - 1 <= value <= LARGEST_INT
 
 
 def _is_whole(text: str) -> bool:

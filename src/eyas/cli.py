@@ -39,11 +39,10 @@ class _Parser(argparse.ArgumentParser):
         """End with exit code 2."""
         if not os.environ.get("MAKELEVEL"):
             super().error(message)
-        target = self.prog.partition(" ")[2] or "help"
         said = OPTION.sub(
             lambda found: f"{make_variable(found[1])}=" if found[1] in MAKE_OPTIONS else found[0], message
         )
-        console.log(f"error: make {target}: {said}\n\nhint: `make` lists the variables of each target")
+        console.log(f"error: {said}\n\nhint: `make` lists the variables of each target")
         sys.exit(2)
 
 

@@ -159,10 +159,11 @@ def test_help_has_its_sections_in_order(make):
 
 
 WITHOUT = {
-    "adopt": "error: make adopt: the following arguments are required: DIR=, ENGINE=",
-    "export-states TO=x": "error: make export-states: the following arguments are required: FORMAT=",
-    "import-states FORMAT=x FROM=y TO=z FINAL_HIDDEN=a": "error: make import-states: argument FINAL_HIDDEN=: invalid choice: 'a'",
-    "serve-bench ARGS=--num-prompts=x": "error: make serve-bench: argument --num-prompts: invalid int value: 'x'",
+    "adopt": "error: the following arguments are required: DIR=, ENGINE=",
+    "export-states TO=x": "error: the following arguments are required: FORMAT=",
+    "import-states FORMAT=x FROM=y TO=z FINAL_HIDDEN=a": "error: argument FINAL_HIDDEN=: invalid choice: 'a'",
+    "serve-bench ARGS=--num-prompts=x": "error: argument --num-prompts: invalid int value: 'x'",
+    "serve-bench ARGS=--bogus": "error: unrecognized arguments: --bogus",
 }
 
 

@@ -53,8 +53,11 @@ def check_data(root: Path, params: Params) -> None:
 def is_changed(root: Path, *stage: str) -> bool:
     """Whether DVC would run a stage again; ``--with-deps`` before its name: or one that it depends on."""
     command = [sys.executable, "-m", "dvc", "status", "--json", *stage]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    return done.returncode != 0 or json.loads(done.stdout) != {}
+    done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=False)
+    try:
+        return done.returncode != 0 or json.loads(done.stdout) != {}
+    except ValueError:
+        return True
 
 
 def _must_be_there(root: Path, path: str) -> bool:

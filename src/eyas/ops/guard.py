@@ -11,7 +11,6 @@ behind that. The guard compares the capture identity that is wanted with the one
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -93,6 +92,10 @@ def run(root: Path, command: Sequence[str], *, force: bool) -> int:
     if not command or (tuple(command) == EXTRACT and verdict.is_current):
         return 0
     if params is not None:
+        if not verdict.is_current and params.extract.executor == "local":
+            from eyas.engines.registry import check_installed  # the look, which has half a second, does without
+
+            check_installed(params.extract.engine)
         _refuse_other_images(root, params, verdict, trains=tuple(command) != EXTRACT)
     code = subprocess.run(command, cwd=root, check=False).returncode
     if code == 0:
@@ -302,7 +305,7 @@ def _same_identity(root: Path, planned: Planned, published: Published, found: di
     if store.is_proven(root, published):
         return Verdict(state="current", note=f"hidden states are up to date ({which})")
     lost = store.lost_objects(root, published)
-    if not lost and store.is_locked(root, published) and _is_clean(root):
+    if not lost and store.is_locked(root, published) and not is_changed(root, "extract"):
         store.remember(root, published)
         return Verdict(state="current", note=f"hidden states are up to date ({which})")
     _heal(root, published, {file.path for file in lost})
@@ -335,16 +338,6 @@ def _damage(path: str, problem: str) -> StoreError:
         f"{STATES}/{path} is damaged: {problem}; DVC would take the set for changed and delete it",
         "`make verify` says which samples are bad, `make repair` captures those alone",
     )
-
-
-def _is_clean(root: Path) -> bool:
-    """DVC's own answer: nothing of stage ``extract`` has changed."""
-    command = [sys.executable, "-m", "dvc", "status", "--json", "extract"]
-    done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=False)
-    try:
-        return done.returncode == 0 and json.loads(done.stdout) == {}
-    except ValueError:
-        return False
 
 
 def _heal(root: Path, published: Published, lost: set[str]) -> None:

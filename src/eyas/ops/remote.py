@@ -60,7 +60,9 @@ def push(root: Path, name: str = "") -> Transferred:
     Raises:
         StoreError: There is no manifest or no such remote, or DVC failed several times.
     """
-    store, published = RemoteStore(root, name), _published(root)
+    check_remote(root, name)
+    published = _published(root)
+    store = RemoteStore(root, name)
     objects = _objects(published)
     num_attempts = _dvc(root, "push", name, OUTS, len(objects))
     return _report(store, objects, num_attempts, share=0.0)

@@ -62,9 +62,12 @@ def check_remote(root: Path, name: str) -> None:
     if not known:
         add = "`dvc remote add -d NAME URL` adds one, a folder that others see or s3://BUCKET/PATH: docs/remotes.md"
         raise StoreError("no DVC remote is configured, expected one that holds the states", add)
+    said = (
+        f"called {chosen!r}" + ("" if name else ", the default one in DVC's settings") if chosen else "the default one"
+    )
     raise StoreError(
-        f"no DVC remote is {f'called {chosen!r}' if chosen else 'the default one'}, expected one of: {', '.join(known)}",
-        f"name one: REMOTE={known[0]} (`--remote`), or make it the default: `dvc remote default {known[0]}`; docs/remotes.md",
+        f"no DVC remote is {said}, expected one of: {', '.join(known)}",
+        "name one of them: REMOTE=NAME, or make it the default: `dvc remote default NAME`; docs/remotes.md",
     )
 
 

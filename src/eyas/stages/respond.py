@@ -76,8 +76,8 @@ class _LazyEngine:
         if not self._is_open:
             respond, device = self._params.respond, self._params.target.device
             console.log(
-                f"respond: {len(requests):,} answers to write now by engine {respond.engine} on {device}, "
-                f"{respond.batch_size} at a time, up to {respond.max_new_tokens} tokens each; it is loaded first"
+                f"respond: loading engine {respond.engine} on {device}, then writing {len(requests):,} answers, "
+                f"{respond.batch_size} at a time, up to {respond.max_new_tokens} tokens each"
             )
             self._engine.open()
             self._is_open = True

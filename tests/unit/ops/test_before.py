@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from eyas.errors import PlanError
 from eyas.ops import guard
 
 ROOT = Path(__file__).parents[3]
@@ -94,19 +95,21 @@ def test_an_engine_of_another_version_is_named_before_anything_runs(project):
     assert "sglang 0.4.1 is installed, expected one of 0.5.14, 0.5.23" in project.refused("repro")
 
 
-@pytest.mark.parametrize(("goal", "dvc_says", "is_refused"), [
-    ("ingest", "", False), ("respond", "{}", False), ("plan", '{"ingest": [{}]}', True), ("train", "{}", False),
+@pytest.mark.parametrize(("goal", "dvc_says", "states", "is_refused"), [
+    ("ingest", "", "empty", False), ("respond", "{}", "empty", False), ("plan", '{"ingest": [{}]}', "current", True),
+    ("train", "{}", "current", False), ("train", "{}", "empty", True), ("extract", "{}", "resume", True),
 ])  # fmt: skip
-def test_what_calls_for_no_engine_needs_none(project, monkeypatch, goal, dvc_says, is_refused):
-    """States that are up to date are trained from where no SGLang is."""
+def test_what_calls_for_no_engine_needs_none(project, monkeypatch, goal, dvc_says, states, is_refused):
+    """States that are up to date are trained from where no SGLang is; a plan may be, and its states not."""
     assert project.run("make", "params", "MACHINE=h200").returncode == 0
     monkeypatch.chdir(project.root)
     monkeypatch.delenv("EYAS_SGLANG_PYTHON", raising=False)
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, dvc_says, ""))
-    monkeypatch.setattr(guard, "look", lambda root, force: guard.Verdict(state="current", note=""))
+    monkeypatch.setattr(guard, "look", lambda root, force: guard.Verdict(state=states, note=""))
     monkeypatch.setattr(guard, "settle", lambda root: [])
     if is_refused:
-        with pytest.raises(Exception, match="make setup-sglang"):
+        with pytest.raises(PlanError) as caught:
             guard.run(project.root, ["dvc", "repro", goal], force=False)
+        assert "make setup-sglang" in caught.value.hint
     else:
         assert guard.run(project.root, ["dvc", "repro", goal], force=False) == 0

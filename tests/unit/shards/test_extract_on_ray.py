@@ -25,8 +25,9 @@ MARK = "EYAS_TEST_OF_RAY"
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """Of each node of Ray's: when all else is killed, they look for a minute for somebody to tell, and end."""
 DRIVER = """
-import sys
+import signal, sys
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 sys.path[:0] = [sys.argv[2], sys.argv[3]]
 from test_extract_on_ray import Handout, run_on, large_case
 from eyas.console import user_errors

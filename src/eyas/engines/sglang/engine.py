@@ -81,7 +81,7 @@ class SglangEngine:
         self.keeper = Keeper(self._wanted, on_wait)
         self._flight = Flight(self._wanted.layout)
         self._takers: ThreadPoolExecutor | None = None
-        self._torch_threads = torch.get_num_threads()
+        self._torch_threads = 0
 
     def announce(self, samples: Sequence[TokenSample]) -> None:
         """What will be asked for, in this order: sizes the arena, and is sent ahead."""
@@ -102,7 +102,9 @@ class SglangEngine:
         """
         context = self._wanted.target.max_position_embeddings
         preflight.check_longest(self.keeper.longest, {}, context)
-        torch.set_num_threads(1)  # the server computes; a copy in a thread of ours would start one more for every core
+        # The server computes; a copy in a thread of ours would start one more for every core.
+        self._torch_threads = self._torch_threads or torch.get_num_threads()
+        torch.set_num_threads(1)
         self.keeper.open()
         self._attach()
 
@@ -121,7 +123,9 @@ class SglangEngine:
         if self._takers is not None:
             self._takers.shutdown()
             self._takers = None
-        torch.set_num_threads(self._torch_threads)
+        if self._torch_threads:
+            torch.set_num_threads(self._torch_threads)
+            self._torch_threads = 0
         self.keeper.close()
 
     def capture(self, batch: Sequence[TokenSample]) -> Iterator[CapturedSample]:
