@@ -47,9 +47,7 @@ def test_the_stage_writes_answers_and_a_second_run_generates_nothing(workspace, 
     assert first["num_tokens"] == sum(answer.num_tokens for row in rows for answer in row.answers)
     said = capsys.readouterr()
     assert "loop share, greedy" in said.out
-    begins = (
-        "respond: 17 answers to write now by engine hf on cpu, 4 at a time, up to 8 tokens each; it is loaded first"
-    )
+    begins = "respond: loading engine hf on cpu, then writing 17 answers, 4 at a time, up to 8 tokens each"
     assert said.err.splitlines().count(begins) == 1
     before = Path("data/responses/conversations.parquet").read_bytes()
     main(ARGV)
