@@ -67,8 +67,8 @@ def test_push_pull_and_verify_say_how_far_they_are(root, capsys, monkeypatch):
     [
         ("", "", "no DVC remote is configured, expected one", "`dvc remote add -d NAME URL`"),
         ("", "nas", "no DVC remote is configured, expected one", "`dvc remote add -d NAME URL`"),
-        (REMOTES, "", "no DVC remote is the default one, expected one of: nas, store", "REMOTE=nas (`--remote`)"),
-        (REMOTES, "nos", "no DVC remote is called 'nos', expected one of: nas, store", "REMOTE=nas (`--remote`)"),
+        (REMOTES, "", "no DVC remote is the default one, expected one of: nas, store", "one of them: REMOTE=NAME"),
+        (REMOTES, "nos", "no DVC remote is called 'nos', expected one of: nas, store", "one of them: REMOTE=NAME"),
     ],
 )
 def test_a_remote_that_is_not_configured_is_told_at_once(made, command, settings, named, error, hint):
