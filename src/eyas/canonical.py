@@ -113,7 +113,7 @@ def _build(kind: Any, value: Any, where: str) -> Any:
 
 
 def _build_leaf(kind: Any, value: Any, where: str) -> Any:
-    if type(value) is str and not _is_plain(value) and not _is_whole(value):
+    if type(value) is str and not _is_plain(value) and not is_utf8(value):
         raise ValueError(f"{where}: {ascii(value)[:60]}, expected whole characters")
     if kind in (int, float) and type(value) is int and not _is_plain(value):
         raise ValueError(f"{where}: {str(value)[:60]}, expected 64 bits")
@@ -131,8 +131,8 @@ def _is_plain(value: Any) -> bool:
     return value.isascii() if type(value) is str else type(value) is int and -LARGEST_INT - 1 <= value <= LARGEST_INT
 
 
-def _is_whole(text: str) -> bool:
-    """Half a character, which JSON can name, can be written nowhere."""
+def is_utf8(text: str) -> bool:
+    """Whether a text can be written: half a character, which JSON and names of files can hold, cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,18 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(value[key], (*path, key))
 
 
+def changed(whole: Any, place: Sequence[Any], odd: Any) -> Any:
+    """A record of which one place holds something else."""
+    if not place:
+        return odd
+    copied = json.loads(json.dumps(whole))
+    at = copied
+    for key in place[:-1]:
+        at = at[key]
+    at[place[-1]] = odd
+    return copied
+
+
 @pytest.mark.parametrize("odd", [*ODD, *ODD_KEYS], ids=lambda odd: repr(odd)[:12])
 @pytest.mark.parametrize("name", ["acceptance", "serve"])
 def test_what_is_only_shown_never_stops_the_page(kept: Path, tmp_path: Path, name: str, odd: Any) -> None:
@@ -65,15 +77,7 @@ def test_what_is_only_shown_never_stops_the_page(kept: Path, tmp_path: Path, nam
     path = tmp_path / f"reports/{name}.json"
     whole = SERVED if name == "serve" else fs.read_json(path) | NEWER
     for place in places(whole):
-        changed = json.loads(json.dumps(whole))
-        at = changed
-        for key in place[:-1]:
-            at = at[key]
-        if place:
-            at[place[-1]] = odd
-        else:
-            changed = odd
-        path.write_text(json.dumps(changed))
+        path.write_text(json.dumps(changed(whole, place, odd)))
         is_none = not place or (place == ("tau",) and odd != -3)
         if name == "acceptance" and is_none:  # -3 is the one number among them
             with pytest.raises(StoreError, match="it has no tau"):
@@ -100,13 +104,8 @@ def test_records_with_half_characters_or_endless_numbers_are_named(
     path = tmp_path / f"{name}.json"
     whole = fs.read_json(path)
     for place in places(whole):
-        changed = json.loads(json.dumps(whole))
-        at = changed
-        for key in place[:-1]:
-            at = at[key]
         if place:
-            at[place[-1]] = odd
-            path.write_text(json.dumps(changed))
+            path.write_text(json.dumps(changed(whole, place, odd)))
             with pytest.raises(StoreError, match=f"{name}.json is no "):
                 gather(tmp_path)
 

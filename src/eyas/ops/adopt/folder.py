@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eyas import config, console, fs
-from eyas.canonical import to_plain
+from eyas.canonical import is_utf8, to_plain
 from eyas.contracts import payload_bytes
 from eyas.errors import ConfigError, StoreError
 from eyas.generations import ledger
@@ -138,21 +138,13 @@ def _check_request(root: Path, request: AdoptRequest) -> None:
     if not request.engine.strip():
         raise ConfigError("the engine is not named, expected what captured these states", "say it: ENGINE=vllm")
     for what, text in (("folder", str(request.folder.resolve())), ("engine", request.engine), ("note", request.note)):
-        if not _is_utf8(text):
+        if not is_utf8(text):
             raise ConfigError(
                 f"the {what} {text!r} is no UTF-8: git and DVC could not write it down",
                 "rename the folder" if what == "folder" else "write it anew",
             )
     if request.layout and request.layout not in FORMATS:
         raise ConfigError(f"format {request.layout!r}, expected one of {', '.join(FORMATS)}", "leave FORMAT out")
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _default_name(folder: Path) -> str:
